@@ -1,0 +1,381 @@
+"""Collectives with exact gradients (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
+
+Each is an adjoint pair for one loss that every rank of the group holds in full:
+
+==================== ================== ==================
+collective           forward            backward
+==================== ================== ==================
+``copy_to``          identity           all-reduce
+``reduce_from``      all-reduce         identity
+``gather_from``      all-gather         own slice
+``all_gather_to``    all-gather         reduce-scatter
+``scatter_to``       own slice          all-gather
+``reduce_scatter_to`` reduce-scatter    all-gather
+``all_to_all``       all-to-all         the reverse
+==================== ================== ==================
+
+Over a group of one all are the identity. They rest on torch's functional collectives, so
+``torch.compile`` traces them, nothing the caller can see is changed in place, and a message
+is in flight from its start until its result is waited for: no stream or environment
+variable takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megablocks_core.groups.cuts import chunk_slice
+from megablocks_core.groups.group import Group
+
+_ops = torch.ops._c10d_functional
+
+
+@overload
+def copy_to(x: Tensor, /, *, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor: ...
+
+
+@overload
+def copy_to(
+    *tensors: Tensor, group: Group, reduce_dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]: ...
+
+
+def copy_to(
+    *tensors: Tensor, group: Group, reduce_dtype: torch.dtype | None = None
+) -> Tensor | tuple[Tensor, ...]:
+    """Identity; backward all-reduces the gradients, in one message per dtype.
+
+    The right one where a tensor equal on every rank enters work that each rank does on its
+    own heads, features or tokens: the gradients there are parts of a sum.
+
+    Args:
+        *tensors: One tensor gives one back, several give a tuple.
+        group: The ranks.
+        reduce_dtype: Sum in this dtype; default that of each gradient, at least float32 for
+            16-bit gradients of several tensors (weights).
+    """
+    if group.size == 1:
+        return tensors[0] if len(tensors) == 1 else tensors
+    if len(tensors) == 1 and reduce_dtype is None:
+        return _CopyTo.apply(tensors[0], group)
+    return _one_or_all(_CopyAllTo.apply(group, reduce_dtype, *tensors))
+
+
+def reduce_from(x: Tensor, *, group: Group) -> Tensor:
+    """Sum over the group, on every rank; backward is the identity.
+
+    The right one where each rank holds a part of a sum and all go on with the whole alike.
+    """
+    return x if group.size == 1 else _ReduceFrom.apply(x, group)
+
+
+def gather_from(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+    """Concatenate the ranks' slices along ``dim``; backward keeps this rank's slice.
+
+    The right one where all ranks go on with the whole alike, such as whole logits for a loss
+    that every rank computes.
+
+    Args:
+        x: This rank's slice; lengths along ``dim`` may differ and be 0.
+        dim: The cut dimension.
+        group: The ranks.
+        sizes: Every rank's length along ``dim``. Without it the lengths are learned, which
+            costs one small message more.
+    """
+    if group.size == 1:
+        return x
+    return _GatherFrom.apply(x, dim % x.dim(), group, _sizes(x, dim, group, sizes))
+
+
+def all_gather_to(
+    x: Tensor, *, dim: int, group: Group, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Concatenate the ranks' slices along ``dim``; backward reduce-scatters.
+
+    The right one where the whole enters work that each rank does on its own heads or
+    features (a column-parallel product under sequence parallelism). Arguments as for
+    ``gather_from``.
+    """
+    if group.size == 1:
+        return x
+    return _AllGatherTo.apply(x, dim % x.dim(), group, _sizes(x, dim, group, sizes))
+
+
+def scatter_to(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+    """This rank's slice of ``x`` along ``dim``; backward all-gathers.
+
+    The right one where ranks hold the whole alike and each goes on with its own tokens.
+
+    Args:
+        x: The whole, equal on every rank.
+        dim: The dimension to cut.
+        group: The ranks.
+        sizes: Every rank's length along ``dim``; default the rule of ``torch.chunk``.
+    """
+    if group.size == 1:
+        return x
+    return _ScatterTo.apply(x, dim % x.dim(), group, _cut_sizes(x, dim, group, sizes))
+
+
+def reduce_scatter_to(
+    x: Tensor, *, dim: int, group: Group, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """This rank's slice along ``dim`` of the sum over the group; backward all-gathers.
+
+    The right one where each rank holds a part of a sum and goes on with its own tokens of it
+    (a row-parallel product under sequence parallelism). Arguments as for ``scatter_to``.
+    """
+    if group.size == 1:
+        return x
+    return _ReduceScatterTo.apply(x, dim % x.dim(), group, _cut_sizes(x, dim, group, sizes))
+
+
+def all_to_all(x: Tensor, *, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """Send rows to every rank and receive theirs; backward is the reverse.
+
+    Args:
+        x: Rows for rank 0, then for rank 1, and so on [sum(send) ...].
+        send: How many rows go to each rank; may be 0.
+        receive: How many rows come from each rank; may be 0.
+        group: The ranks.
+
+    Returns:
+        The received rows, in rank order [sum(receive) ...].
+    """
+    if group.size == 1:
+        return x
+    return _AllToAll.apply(x, list(send), list(receive), group)
+
+
+# The messages themselves, outside autograd: start one, work, then wait for it.
+
+
+def start_all_reduce(x: Tensor, *, group: Group) -> Tensor:
+    """Start to sum ``x`` over ``group``; hold the result and ``wait`` for it before use."""
+    return _ops.all_reduce(x.contiguous(), "sum", group.name)
+
+
+def start_all_gather(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int]) -> Tensor:
+    """Start to gather slices; ``finish_all_gather`` waits and puts them together."""
+    longest = max(sizes)
+    x = x.movedim(dim, 0)
+    if x.shape[0] < longest:
+        # Back ends want equal messages: shorter slices travel padded.
+        x = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])])
+    return _ops.all_gather_into_tensor(x.contiguous(), group.size, group.name)
+
+
+def finish_all_gather(flying: Tensor, *, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Wait for ``start_all_gather`` and concatenate the slices along ``dim``."""
+    longest = max(sizes)
+    whole = wait(flying)
+    if min(sizes) < longest:
+        parts = whole.split(longest)
+        whole = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+    return whole.movedim(0, dim)
+
+
+def start_reduce_scatter(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int]) -> Tensor:
+    """Start to sum ``x`` over ``group`` and cut it; ``finish_reduce_scatter`` waits."""
+    longest = max(sizes)
+    x = x.movedim(dim, 0)
+    if min(sizes) < longest:
+        pads = [x.new_zeros(longest - size, *x.shape[1:]) for size in sizes]
+        parts = x.split(list(sizes))
+        x = torch.cat([piece for pair in zip(parts, pads, strict=True) for piece in pair])
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)
+
+
+def finish_reduce_scatter(
+    flying: Tensor, *, dim: int, group: Group, sizes: Sequence[int]
+) -> Tensor:
+    """Wait for ``start_reduce_scatter``: this rank's slice of the sum."""
+    return wait(flying)[: sizes[group.rank]].movedim(0, dim)
+
+
+def wait(flying: Tensor) -> Tensor:
+    """Wait until a started message has arrived."""
+    return _ops.wait_tensor(flying)
+
+
+def all_gather_lists(x: Tensor, *, group: Group) -> list[Tensor]:
+    """Every rank's ``x``, in rank order, outside autograd; lengths of dim 0 may differ."""
+    if group.size == 1:
+        return [x.clone()]
+    if x.dim() == 0:
+        return [row[0] for row in all_gather_lists(x.reshape(1), group=group)]
+    sizes = learn_sizes(x, dim=0, group=group)
+    return list(_all_gather(x.detach(), 0, group, sizes).split(sizes))
+
+
+def learn_sizes(x: Tensor, *, dim: int, group: Group) -> list[int]:
+    """Every rank's length of ``x`` along ``dim``; one message of eight bytes a rank."""
+    size = torch.tensor([x.shape[dim]], dtype=torch.int64, device=x.device)
+    return wait(_ops.all_gather_into_tensor(size, group.size, group.name)).tolist()
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _ReduceFrom.apply(dy, ctx.group), None
+
+
+class _CopyAllTo(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: Group, reduce_dtype: torch.dtype | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.reduce_dtype = group, reduce_dtype
+        ctx.shapes = [(x.shape, x.dtype, x.device) for x in tensors]
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        # A gradient that this rank does not have is zero: every rank sends the same message.
+        dense = [
+            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+            for grad, (shape, dtype, device) in zip(grads, ctx.shapes, strict=True)
+        ]
+        return (None, None, *sum_flat(dense, group=ctx.group, dtype=ctx.reduce_dtype))
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return wait(start_all_reduce(x, group=group))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _CopyTo.apply(dy, ctx.group), None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, sizes: list[int]) -> Tensor:
+        ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
+        return _all_gather(x, dim, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _ScatterTo.apply(dy, ctx.dim, ctx.group, ctx.sizes), None, None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, sizes: list[int]) -> Tensor:
+        ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
+        start = sum(sizes[: group.rank])
+        # A copy, so that the whole can be freed.
+        return x.narrow(dim, start, sizes[group.rank]).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _GatherFrom.apply(dy, ctx.dim, ctx.group, ctx.sizes), None, None, None
+
+
+class _AllGatherTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, sizes: list[int]) -> Tensor:
+        ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
+        return _all_gather(x, dim, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _ReduceScatterTo.apply(dy, ctx.dim, ctx.group, ctx.sizes), None, None, None
+
+
+class _ReduceScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, sizes: list[int]) -> Tensor:
+        ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
+        flying = start_reduce_scatter(x, dim=dim, group=group, sizes=sizes)
+        return finish_reduce_scatter(flying, dim=dim, group=group, sizes=sizes)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllGatherTo.apply(dy, ctx.dim, ctx.group, ctx.sizes), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return wait(_ops.all_to_all_single(x.contiguous(), receive, send, group.name))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllToAll.apply(dy, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def sum_flat(
+    tensors: Sequence[Tensor], *, group: Group, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Sum each tensor over ``group``, all of one dtype in one message, outside autograd.
+
+    Args:
+        tensors: The same shapes on every rank.
+        group: The ranks.
+        dtype: Sum in this dtype; default float32 for 16-bit tensors, else their own.
+    """
+    results: list[Tensor] = list(tensors)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, x in enumerate(tensors):
+        by_dtype.setdefault(dtype or _wide(x.dtype), []).append(index)
+    for wire, indices in by_dtype.items():
+        flat = torch.cat([tensors[index].reshape(-1).to(wire) for index in indices])
+        total = wait(start_all_reduce(flat, group=group))
+        parts = total.split([tensors[index].numel() for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            results[index] = part.view(tensors[index].shape).to(tensors[index].dtype)
+    return results
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _all_gather(x: Tensor, dim: int, group: Group, sizes: Sequence[int]) -> Tensor:
+    flying = start_all_gather(x, dim=dim, group=group, sizes=sizes)
+    return finish_all_gather(flying, dim=dim, sizes=sizes)
+
+
+def _sizes(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> list[int]:
+    """The ranks' lengths along ``dim``, as given or learned."""
+    if sizes is None:
+        return learn_sizes(x, dim=dim, group=group)
+    if len(sizes) != group.size or sizes[group.rank] != x.shape[dim]:
+        raise ValueError(
+            f"sizes={list(sizes)} must have one length for each of {group.size} ranks, and "
+            f"{x.shape[dim]} for rank {group.rank}"
+        )
+    return list(sizes)
+
+
+def _cut_sizes(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> list[int]:
+    """The lengths into which ``dim`` is cut, as given or by the rule of ``torch.chunk``."""
+    length = x.shape[dim]
+    if sizes is None:
+        parts = (chunk_slice(length, group.size, rank) for rank in range(group.size))
+        return [part.stop - part.start for part in parts]
+    if len(sizes) != group.size or sum(sizes) != length:
+        raise ValueError(
+            f"sizes={list(sizes)} must have one length for each of {group.size} ranks and add "
+            f"up to {length}"
+        )
+    return list(sizes)
+
+
+def _one_or_all(tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    return tensors[0] if len(tensors) == 1 else tensors
