@@ -1,0 +1,226 @@
+"""Initial weights: one seed gives one model, however it is cut.
+
+Each value is a function of a key and of its index in the whole logical tensor, so a rank
+computes its own slices and nothing else, and they have the same bits at any cut. The key of
+a parameter is a hash of the seed and its logical name.
+
+Index ``i`` of key ``k`` becomes 64 random bits by the finaliser of splitmix64 on
+``k + (i + 1) * golden`` (Steele, Lea, Flood, https://doi.org/10.1145/2714064.2660195), and
+these become a normal value by Box and Muller's transform: 32 bits make the radius
+``sqrt(-2 ln u)``, so values reach 6.66 standard deviations, and 32 make the angle.
+Logarithm and sine are polynomials made of single additions and products, which round alike
+on every machine, whereas a vector library may round the end of a row differently.
+"""
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megablocks_core.groups import ShardSpec, logical_shape, own_slices
+
+Box = tuple[slice, ...]
+
+# Temporary memory is a few blocks: one that fits a CPU's cache, or that fills a GPU.
+_BLOCK_ON_CPU = 1 << 16
+_BLOCK_ELSEWHERE = 1 << 22
+
+_WORD = 1 << 64
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9 - _WORD
+_MIX_2 = 0x94D049BB133111EB - _WORD
+
+# Layout of a float64: 11 bits of exponent over 52 of mantissa.
+_MANTISSA_BITS = 52
+_MANTISSA = (1 << _MANTISSA_BITS) - 1
+_ONE = 1023 << _MANTISSA_BITS
+
+# Chebyshev fits in x^2, highest power first: sin(pi x) / x for |x| <= 1/2 (error 4e-16) and
+# 4 atanh(x) / x for |x| <= (sqrt(2) - 1) / (sqrt(2) + 1) (error 7e-16).
+_SINE = (
+    -2.113362735205297e-05,
+    0.0004659870158043378,
+    -0.0073703643265304155,
+    0.08214587881631043,
+    -0.599264528825224,
+    2.5501640398618677,
+    -5.1677127800497855,
+    3.1415926535897927,
+)
+_FOUR_ATANH = (
+    0.33675319941360976,
+    0.3624386886243043,
+    0.4444686909503581,
+    0.5714283204221534,
+    0.8000000012348323,
+    1.3333333333310584,
+    4.000000000000001,
+)
+
+
+def key_of(seed: int, name: str) -> int:
+    """The key of the parameter of logical name ``name`` in the model of ``seed``: 63 bits."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def draw_key() -> int:
+    """A key from torch's default generator: for a part that is built alone.
+
+    Ranks that share a parameter must have seeded that generator alike (``torch.manual_seed``).
+    """
+    return int(torch.randint((1 << 63) - 1, (), dtype=torch.int64, device="cpu"))
+
+
+def normal_(
+    tensor: Tensor, *, key: int, std: float, specs: Sequence[ShardSpec] = (), mean: float = 0.0
+) -> Tensor:
+    """Fill ``tensor``, this rank's share of a whole cut by ``specs``, with normal values.
+
+    Computed in float64 and cast last; ``tensor`` on ``meta`` is left alone. Sends nothing.
+    """
+    return _fill(tensor, lambda bits: _normal(bits).mul_(std).add_(mean), key, tuple(specs))
+
+
+def uniform_(
+    tensor: Tensor, *, key: int, low: float, high: float, specs: Sequence[ShardSpec] = ()
+) -> Tensor:
+    """As ``normal_``, with values uniform between ``low`` and ``high``."""
+    width = high - low
+    return _fill(tensor, lambda bits: _uniform(bits).mul_(width).add_(low), key, tuple(specs))
+
+
+def reset_parameters(module: nn.Module, *, seed: int) -> None:
+    """Give every parameter of ``module`` its initial value in the model of ``seed``.
+
+    Parts of this package key each parameter by its logical name. Other parts (``nn.Linear``,
+    ``nn.LayerNorm``) run their own ``reset_parameters`` under a generator seeded by their
+    name. A tied parameter ends with the values of its first name. Run it on a model that was
+    built on ``meta`` after ``to_empty``.
+
+    Raises:
+        ValueError: A part has parameters but no ``reset_parameters``.
+    """
+    parts = list(module.named_modules())
+    for path, part in parts:
+        if next(part.parameters(recurse=False), None) is not None and not _reset(part):
+            raise ValueError(
+                f"module={path or type(part).__name__!r} ({type(part).__name__}) must have a "
+                "method reset_parameters, because it has parameters"
+            )
+    for path, part in reversed(parts):
+        _reset_part(part, seed, path)
+
+
+def _reset_part(part: nn.Module, seed: int, path: str) -> None:
+    reset = _reset(part)
+    if reset is None:
+        return
+    if "seed" in inspect.signature(reset).parameters:
+        reset(seed=seed, prefix=f"{path}." if path else "")
+        return
+    devices = {parameter.device for parameter in part.parameters(recurse=False)}
+    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+        torch.manual_seed(key_of(seed, path))
+        reset()
+
+
+def _reset(part: nn.Module) -> Callable[..., None] | None:
+    return getattr(part, "reset_parameters", None)
+
+
+@torch.no_grad()
+def _fill(
+    tensor: Tensor, values: Callable[[Tensor], Tensor], key: int, specs: tuple[ShardSpec, ...]
+) -> Tensor:
+    if tensor.is_meta:
+        return tensor
+    shape = logical_shape(tensor, specs)
+    for whole, local in own_slices(specs, shape):
+        for whole_block, local_block in _blocks(whole, local, tensor.device):
+            bits = _bits(key, whole_block, shape, tensor.device)
+            tensor[local_block].copy_(values(bits))
+    return tensor
+
+
+def _blocks(whole: Box, local: Box, device: torch.device) -> Iterator[tuple[Box, Box]]:
+    """A box in pieces of bounded size, as pairs of places in the whole and the local tensor."""
+    limit = _BLOCK_ON_CPU if device.type == "cpu" else _BLOCK_ELSEWHERE
+    lengths = [part.stop - part.start for part in whole]
+    count = math.prod(lengths)
+    if count <= limit:
+        yield whole, local
+        return
+    dim = next(dim for dim, length in enumerate(lengths) if length > 1)
+    step = max(1, limit * lengths[dim] // count)
+    for start in range(0, lengths[dim], step):
+        stop = min(start + step, lengths[dim])
+        yield from _blocks(
+            _narrow(whole, dim, start, stop), _narrow(local, dim, start, stop), device
+        )
+
+
+def _narrow(box: Box, dim: int, start: int, stop: int) -> Box:
+    first = box[dim].start
+    return (*box[:dim], slice(first + start, first + stop), *box[dim + 1 :])
+
+
+def _bits(key: int, box: Box, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """64 random bits for every index in ``box`` of a whole tensor of ``shape``."""
+    state = torch.full((), _signed(key + _GOLDEN), device=device)
+    stride = math.prod(shape)
+    for part, length in zip(box, shape, strict=True):
+        stride //= length
+        places = torch.arange(part.start, part.stop, device=device)
+        state = state.unsqueeze(-1) + places.mul_(_signed(stride * _GOLDEN))
+    state = state.bitwise_xor_(_shift(state, 30)).mul_(_MIX_1)
+    state = state.bitwise_xor_(_shift(state, 27)).mul_(_MIX_2)
+    return state.bitwise_xor_(_shift(state, 31))
+
+
+def _shift(word: Tensor, by: int) -> Tensor:
+    """``word`` shifted right, zeros coming in (torch's own shift copies the sign)."""
+    return (word >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The low 64 bits of ``word`` as an int64."""
+    word %= _WORD
+    return word - _WORD if word >> 63 else word
+
+
+def _uniform(bits: Tensor) -> Tensor:
+    """The upper 53 bits as a value of [0, 1)."""
+    return _shift(bits, 11).double().mul_(2.0**-53)
+
+
+def _normal(bits: Tensor) -> Tensor:
+    """Box and Muller: radius from the upper half of the bits, sine of the angle from the lower."""
+    radius = _minus_two_log(_shift(bits, 32).double().add_(0.5)).sqrt_()
+    half_turns = ((bits << 32) >> 32).double().add_(0.5).mul_(2.0**-32)
+    return _odd(_SINE, half_turns).mul_(radius)
+
+
+def _minus_two_log(scaled: Tensor) -> Tensor:
+    """``-2 ln u`` for ``u = scaled / 2**32`` below 1.
+
+    With ``scaled = m * 2**e`` and ``m`` in [1, 2), ``ln m`` is ``ln sqrt(2)`` plus
+    ``2 atanh((m - sqrt(2)) / (m + sqrt(2)))``.
+    """
+    word = scaled.view(torch.int64)
+    exponent = (word >> _MANTISSA_BITS).double()
+    mantissa = word.bitwise_and(_MANTISSA).bitwise_or_(_ONE).view(torch.float64)
+    ratio = (mantissa - math.sqrt(2)).div_(mantissa + math.sqrt(2))
+    return exponent.sub_(1054.5).mul_(-2 * math.log(2)).sub_(_odd(_FOUR_ATANH, ratio))
+
+
+def _odd(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
+    """``x`` times the polynomial in ``x * x``, one rounding an operation."""
+    square = x * x
+    total = square * coefficients[0]
+    for coefficient in coefficients[1:-1]:
+        total.add_(coefficient).mul_(square)
+    return total.add_(coefficients[-1]).mul_(x)
