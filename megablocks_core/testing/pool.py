@@ -1,0 +1,152 @@
+"""Worker processes kept alive between tests, and the story told when a test goes wrong.
+
+The pool grows to the largest size asked for; a test of ``n`` ranks runs on the first ``n``
+workers. After any failure the workers that took part are killed, since one of them may sit
+in a collective for ever, and the next test gets new ones.
+"""
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from megablocks_core.testing.worker import Answer, Job
+
+START_TIMEOUT = 300.0  # importing torch on a crowded machine
+
+
+class RanksError(AssertionError):
+    """A body failed on some rank, hung, or its process died; the text tells which and where."""
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    stacks: Path
+
+
+class Pool:
+    """Serves ``run(job)``; made once a session, closed at its end."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, _Worker] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._jobs = 0
+
+    def new_store(self) -> str:
+        """Return a fresh path for one job's rendezvous file."""
+        self._jobs += 1
+        return str(Path(self._folder.name) / f"store-{self._jobs}")
+
+    def run(self, job: Job) -> list[Answer]:
+        """Run ``job`` on its ranks and return their answers, by rank.
+
+        Raises:
+            RanksError: the first rank that failed, or the ranks that gave no answer.
+        """
+        workers = self._start(job.size)
+        try:
+            for worker in workers:
+                worker.connection.send(job)
+            answers = self._collect(workers, job)
+        except BaseException:
+            self._kill(workers)
+            raise
+        for worker in workers:
+            worker.connection.send(None)  # leave the world while pytest goes on
+        return answers
+
+    def close(self) -> None:
+        """End every worker."""
+        self._kill(list(self._workers.values()))
+        self._folder.cleanup()
+
+    def _start(self, size: int) -> list[_Worker]:
+        new = [self._spawn(rank) for rank in range(size) if rank not in self._workers]
+        for worker in new:
+            if not worker.connection.poll(START_TIMEOUT):
+                self._kill(new)
+                raise RanksError(f"rank {worker.rank} did not start within {START_TIMEOUT:.0f} s")
+            try:
+                worker.connection.recv()
+            except EOFError:
+                code = worker.process.wait()
+                self._kill(new)
+                raise RanksError(f"rank {worker.rank} died at start, exit code {code}") from None
+        return [self._workers[rank] for rank in range(size)]
+
+    def _spawn(self, rank: int) -> _Worker:
+        ours, theirs = socket.socketpair()
+        stacks = Path(self._folder.name) / f"stacks-{rank}"
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            "from megablocks_core.testing.worker import serve\n"
+            f"serve({theirs.fileno()}, {rank}, {str(stacks)!r})"
+        )
+        process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
+        theirs.close()
+        worker = _Worker(rank, process, Connection(ours.detach()), stacks)
+        self._workers[rank] = worker
+        return worker
+
+    def _collect(self, workers: Sequence[_Worker], job: Job) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        waiting = {worker.connection: worker for worker in workers}
+        deadline = time.monotonic() + job.timeout
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RanksError(_hang(list(waiting.values()), answers, job))
+            for connection in ready:
+                worker = waiting.pop(connection)  # type: ignore[arg-type]
+                answers[worker.rank] = _answer(worker, job)
+        return [answers[rank] for rank in range(job.size)]
+
+    def _kill(self, workers: Sequence[_Worker]) -> None:
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.process.wait()
+            worker.connection.close()
+            self._workers.pop(worker.rank, None)
+
+
+def _answer(worker: _Worker, job: Job) -> Answer:
+    """Return the worker's answer; raise if it is a failure: the first to report is the cause."""
+    try:
+        answer = worker.connection.recv()
+    except (EOFError, ConnectionError):
+        code = worker.process.wait()
+        end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        stack = worker.stacks.read_text()
+        raise RanksError(f"rank {worker.rank} of {job.size} died ({end})\n{stack}") from None
+    if answer.outcome == "failed":
+        output = f"\nOutput of rank {worker.rank}:\n{answer.output}" if answer.output else ""
+        raise RanksError(
+            f"rank {worker.rank} of {job.size} failed first:\n\n{answer.text}{output}"
+        )
+    return answer
+
+
+def _hang(stuck: Sequence[_Worker], answers: dict[int, Answer], job: Job) -> str:
+    """Tell which ranks gave no answer and where in Python each of them stands."""
+    for worker in stuck:
+        worker.process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)  # faulthandler writes from the signal handler
+    names = ", ".join(str(worker.rank) for worker in stuck)
+    done = ", ".join(f"{rank} {answer.outcome}" for rank, answer in sorted(answers.items()))
+    lines = [
+        f"no answer within {job.timeout:g} s from rank {names} of {job.size}"
+        f" (others: {done or 'none'})"
+    ]
+    for worker in stuck:
+        lines.append(f"\nrank {worker.rank} stands at\n{worker.stacks.read_text()}")
+    return "\n".join(lines)

@@ -1,0 +1,187 @@
+"""One rank of the test harness: a process that runs test bodies until its parent goes away.
+
+It hears jobs on one socket. A reader thread takes them off, so that the end of the parent
+(a clean exit, Ctrl-C or SIGKILL) is noticed even while a body hangs: the socket closes and
+the worker leaves at once. Each job gets a fresh world, a fresh store and the same seed.
+"""
+
+import contextlib
+import faulthandler
+import importlib.util
+import io
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import reduce
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class Job:
+    """One test body for ``size`` ranks. ``payload`` is the pickle of (arguments, around)."""
+
+    file: str
+    module: str
+    qualname: str
+    payload: bytes
+    size: int
+    backend: str
+    store: str
+    timeout: float
+    sys_path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a body ended on one rank; ``text`` is a skip's reason or an error's traceback."""
+
+    outcome: Literal["passed", "skipped", "failed"]
+    text: str
+    output: str
+
+
+def serve(fd: int, rank: int, stacks: str) -> None:
+    """Run jobs from socket ``fd`` for ever. SIGUSR1 writes the Python stacks to ``stacks``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stacks_file = Path(stacks).open("w")  # noqa: SIM115 (open for the life of the process)
+    faulthandler.enable(stacks_file)
+    faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
+    _prepare_torch()
+
+    parent = Connection(fd)
+    jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(parent, jobs), daemon=True).start()
+    parent.send(None)  # ready
+    while True:
+        job = jobs.get()
+        if job is None:
+            _leave_world()
+        else:
+            parent.send(run(job, rank))
+
+
+def run(job: Job, rank: int) -> Answer:
+    """Run one body in a world of its own and say how it ended."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            sys.path[:] = job.sys_path
+            _enter_world(job, rank)
+            body = find(job.file, job.module, job.qualname)
+            arguments, around = pickle.loads(job.payload)
+            _seed()
+            with _opened(around):
+                body(**arguments)
+        except BaseException as error:  # pytest.skip and pytest.fail are no Exceptions
+            if type(error).__name__ == "Skipped":
+                return Answer("skipped", str(error), output.getvalue())
+            return Answer("failed", _traceback(error), output.getvalue())
+    return Answer("passed", "", output.getvalue())
+
+
+def find(file: str, module: str, qualname: str) -> Callable[..., None]:
+    """Return the body of the decorated test ``qualname`` in ``file``, imported as ``module``."""
+    loaded = sys.modules.get(module)
+    if loaded is None or getattr(loaded, "__file__", None) != file:
+        loaded = _import_with_asserts_rewritten(file, module)
+    test: Any = reduce(getattr, qualname.split("."), loaded)
+    return test.body
+
+
+def _import_with_asserts_rewritten(file: str, name: str) -> ModuleType:
+    """Import a test file as pytest does, so that a failed ``assert`` shows its values."""
+    import ast
+
+    from _pytest.assertion.rewrite import rewrite_asserts
+
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    source = Path(file).read_bytes()
+    tree = ast.parse(source, filename=file)
+    rewrite_asserts(tree, source, file)
+    sys.modules[name] = module
+    try:
+        exec(compile(tree, file, "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _opened(around: Callable[[], AbstractContextManager] | None) -> AbstractContextManager:
+    return contextlib.nullcontext() if around is None else around()
+
+
+def _prepare_torch() -> None:
+    import torch
+
+    from megablocks_core.testing.memory import fill_empty_with_nan
+
+    torch.set_num_threads(1)
+    fill_empty_with_nan()
+
+
+def _enter_world(job: Job, rank: int) -> None:
+    import torch.distributed as dist
+
+    _leave_world()
+    if job.backend == "nccl":
+        import torch
+
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        job.backend,
+        store=dist.FileStore(job.store, job.size),
+        rank=rank,
+        world_size=job.size,
+        # Later than the parent's limit: a hang is reported there, with every rank's stack.
+        timeout=timedelta(seconds=job.timeout + 60),
+    )
+
+
+def _leave_world() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _seed() -> None:
+    import numpy as np
+    import torch
+
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the traceback below ``run`` and the context manager around the body."""
+    own_frames = {run.__code__, contextlib.contextmanager.__code__}
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code in own_frames and tb.tb_next is not None:
+        tb = tb.tb_next
+    return "".join(traceback.format_exception(type(error), error, tb))
+
+
+def _read(parent: Connection, jobs: "queue.SimpleQueue[Job | None]") -> None:
+    while True:
+        try:
+            jobs.put(parent.recv())
+        except (EOFError, OSError):
+            os._exit(1)

@@ -1,0 +1,14 @@
+"""Every test, here and on worker ranks: one thread, new memory full of NaN, fixed examples."""
+
+import hypothesis
+import torch
+
+from megablocks_core.testing.memory import fill_empty_with_nan
+
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+
+
+def pytest_configure(config):
+    torch.set_num_threads(1)
+    fill_empty_with_nan()
+    hypothesis.settings.load_profile("suite")
