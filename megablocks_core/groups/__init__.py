@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megablocks_core.groups.collectives import all_gather_to as all_gather_to
     from megablocks_core.groups.collectives import all_to_all as all_to_all
+    from megablocks_core.groups.collectives import copy_slices_to as copy_slices_to
     from megablocks_core.groups.collectives import copy_to as copy_to
     from megablocks_core.groups.collectives import gather_from as gather_from
     from megablocks_core.groups.collectives import reduce_from as reduce_from
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from megablocks_core.groups.group import bind as bind
     from megablocks_core.groups.marks import mark as mark
     from megablocks_core.groups.marks import marks as marks
+    from megablocks_core.groups.marks import specs_of as specs_of
     from megablocks_core.groups.mesh import Mesh as Mesh
     from megablocks_core.groups.whole import gather_whole as gather_whole
     from megablocks_core.groups.whole import load_slices as load_slices
@@ -40,6 +42,7 @@ _HOMES = {
     "collectives": (
         "all_gather_to",
         "all_to_all",
+        "copy_slices_to",
         "copy_to",
         "gather_from",
         "reduce_from",
@@ -56,7 +59,7 @@ _HOMES = {
         "whole_shape",
     ),
     "group": ("LOCAL", "Group", "bind"),
-    "marks": ("mark", "marks"),
+    "marks": ("mark", "marks", "specs_of"),
     "mesh": ("Mesh",),
     "whole": (
         "gather_whole",

@@ -2,17 +2,18 @@
 
 Each is an adjoint pair for one loss that every rank of the group holds in full:
 
-==================== ================== ==================
+==================== ================== =================================
 collective           forward            backward
-==================== ================== ==================
+==================== ================== =================================
 ``copy_to``          identity           all-reduce
+``copy_slices_to``   identity           sum over the holders of a slice
 ``reduce_from``      all-reduce         identity
 ``gather_from``      all-gather         own slice
 ``all_gather_to``    all-gather         reduce-scatter
 ``scatter_to``       own slice          all-gather
 ``reduce_scatter_to`` reduce-scatter    all-gather
 ``all_to_all``       all-to-all         the reverse
-==================== ================== ==================
+==================== ================== =================================
 
 Over a group of one all are the identity. They rest on torch's functional collectives, so
 ``torch.compile`` traces them, nothing the caller can see is changed in place, and a message
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megablocks_core.groups.cuts import chunk_slice
+from megablocks_core.groups.cuts import ShardSpec, chunk_slice
 from megablocks_core.groups.group import Group
 
 _ops = torch.ops._c10d_functional
@@ -64,6 +65,23 @@ def copy_to(
     if len(tensors) == 1 and reduce_dtype is None:
         return _CopyTo.apply(tensors[0], group)
     return _one_or_all(_CopyAllTo.apply(group, reduce_dtype, *tensors))
+
+
+def copy_slices_to(*tensors: Tensor, specs: Sequence[ShardSpec]) -> tuple[Tensor, ...]:
+    """Identity; backward sums the gradient of each slice over the neighbours that hold it.
+
+    The right one for this rank's shares of weights of which some slices lie on several ranks
+    (key and value heads fewer than ranks), each used there on its own heads. One message
+    carries every slice that is held twice, and only those.
+
+    Args:
+        *tensors: This rank's shares.
+        specs: The cut of each, over one group.
+    """
+    group = specs[0].group
+    if group.size == 1 or not any(spec.has_copies for spec in specs):
+        return tensors
+    return _CopySlicesTo.apply(list(specs), *tensors)
 
 
 def reduce_from(x: Tensor, *, group: Group) -> Tensor:
@@ -248,6 +266,31 @@ class _CopyAllTo(torch.autograd.Function):
             for grad, (shape, dtype, device) in zip(grads, ctx.shapes, strict=True)
         ]
         return (None, None, *sum_flat(dense, group=ctx.group, dtype=ctx.reduce_dtype))
+
+
+class _CopySlicesTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, specs: list[ShardSpec], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.specs = specs
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        group = ctx.specs[0].group
+        grads = tuple(grad.clone() for grad in grads)
+        shared = [
+            (grad.narrow(spec.dim, start, length), parts, group.rank * parts // group.size)
+            for grad, spec in zip(grads, ctx.specs, strict=True)
+            for start, length, parts in spec.shared(grad.shape[spec.dim])
+        ]
+        # Every rank puts its slice in the slice's place, so that one sum serves all neighbours.
+        places = [piece.new_zeros(parts, *piece.shape) for piece, parts, _ in shared]
+        for (piece, _, own), place in zip(shared, places, strict=True):
+            place[own] = piece
+        for (piece, _, own), total in zip(shared, sum_flat(places, group=group), strict=True):
+            piece.copy_(total[own])
+        return (None, *grads)
 
 
 class _ReduceFrom(torch.autograd.Function):

@@ -118,6 +118,17 @@ class ShardSpec:
             start += length
         return counts
 
+    def shared(self, local_length: int) -> list[tuple[int, int, int]]:
+        """(start, length, parts) in a rank's share of each segment that neighbours hold too."""
+        found, start = [], 0
+        for segment in self._cut(self.whole_length(local_length)):
+            part = segment.slice_of(self.group.rank, self.group)
+            length = part.stop - part.start
+            if segment.parts is not None and segment.copies(self.group) > 1:
+                found.append((start, length, segment.parts))
+            start += length
+        return found
+
     @property
     def has_copies(self) -> bool:
         """Whether neighbours hold the same slice of some segment."""

@@ -1,0 +1,453 @@
+"""Tensor-parallel linear layers (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3;
+sequence parallelism: https://arxiv.org/abs/2205.05198, section 4.2).
+
+Dimensions: T tokens, I input features, O output features. A lowercase letter is this
+rank's share of the capital one: o = O / group.size.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from megablocks_core.groups import (
+    LOCAL,
+    Group,
+    Segment,
+    ShardSpec,
+    copy_slices_to,
+    copy_to,
+    gather_from,
+    load_slices,
+    mark,
+    reduce_from,
+    reduce_scatter_to,
+    scatter_to,
+    specs_of,
+    whole_tensor,
+)
+from megablocks_core.groups.collectives import (
+    finish_all_gather,
+    finish_reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    wait,
+)
+from megablocks_core.parallel.initial import draw_key, key_of, uniform_
+
+
+class ColumnParallelLinear(nn.Module):
+    """Linear layer whose output features are split over ``group``.
+
+    Maps ``x`` [T I], equal on every rank, to this rank's slice ``y`` [T o]; over ``LOCAL``
+    it is ``nn.Linear``. Forward sends nothing; backward all-reduces the gradient of ``x``
+    once, while the weight gradient is computed. Under sequence parallelism ``x`` is this
+    rank's tokens [T/size I]: forward all-gathers them, backward gathers them again and
+    reduce-scatters the gradient. Saved for backward: ``x`` as it came and the parameter
+    itself; no ``x`` if the weight is frozen. A second derivative raises over several ranks.
+
+    Args:
+        in_features: I.
+        out_features: O.
+        bias: Add a bias, cut as the outputs are.
+        gather_output: All-gather ``y`` to [T O]; all ranks must go on with it alike.
+        sequence_parallel: The ranks hold equal slices of the tokens, along dim -2.
+        segments: Packed parts of the output features (q|k|v, gate|up), each cut on its own.
+        group: The tensor-parallel ranks.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: A size does not divide evenly, or ``segments`` do not add up.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        segments: Sequence[Segment] | None = None,
+        group: Group = LOCAL,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
+        self.group = group
+        self.spec = _checked_spec(0, out_features, segments, group, "out_features")
+        rows = _share(self.spec, out_features)
+        self.weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
+        bias_o = torch.empty(rows, device=device, dtype=dtype) if bias else None
+        self.bias = None if bias_o is None else nn.Parameter(bias_o)
+        mark(self, "weight", self.spec)
+        if bias:
+            mark(self, "bias", self.spec)
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls,
+        whole: nn.Linear,
+        *,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        segments: Sequence[Segment] | None = None,
+        group: Group = LOCAL,
+    ) -> Self:
+        """This rank's share of a whole linear layer, equal on every rank; sends nothing."""
+        share = cls(
+            whole.in_features,
+            whole.out_features,
+            bias=whole.bias is not None,
+            gather_output=gather_output,
+            sequence_parallel=sequence_parallel,
+            segments=segments,
+            group=group,
+            device="meta",
+        )
+        _take_share(share, whole)
+        return share
+
+    def to_linear(self) -> nn.Linear:
+        """The whole layer, on every rank: all-gathers the weight and the bias."""
+        return _to_linear(self)
+
+    def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
+        """Draw weight and bias as ``nn.Linear`` does; one seed is one model at any size."""
+        _reset(self, seed, prefix)
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """``x W^T + b``: this rank's features, or all if gathered."""
+        return column_linears(x_TI, self)[0]
+
+    def extra_repr(self) -> str:
+        """The whole sizes and the number of ranks."""
+        return _describe(self)
+
+
+class RowParallelLinear(nn.Module):
+    """Linear layer whose input features are split over ``group``.
+
+    Maps this rank's slice ``x`` [T i] to the whole ``y`` [T O], equal on every rank; over
+    ``LOCAL`` it is ``nn.Linear``. Forward all-reduces ``y`` once and then adds the bias;
+    backward sends nothing. Under sequence parallelism forward reduce-scatters ``y`` to this
+    rank's tokens [T/size O], and backward all-gathers its gradient and all-reduces that of
+    the bias. Saved for backward: ``x`` and the parameter itself.
+
+    Args:
+        in_features: I.
+        out_features: O.
+        bias: Add a bias, held whole by every rank.
+        input_is_parallel: ``x`` is this rank's slice; else it is whole and cut here.
+        sequence_parallel: The ranks go on with equal slices of the tokens, along dim -2.
+        segments: Packed parts of the input features, each cut on its own.
+        group: The tensor-parallel ranks.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: A size does not divide evenly, or ``segments`` do not add up. In
+            ``forward``: the number of tokens does not divide evenly under sequence
+            parallelism.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        segments: Sequence[Segment] | None = None,
+        group: Group = LOCAL,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
+        self.group = group
+        self.spec = _checked_spec(1, in_features, segments, group, "in_features")
+        if self.spec.has_copies:
+            raise ValueError(f"segments={segments} of a row-parallel layer must not set parts")
+        columns = _share(self.spec, in_features)
+        self.weight = nn.Parameter(torch.empty(out_features, columns, device=device, dtype=dtype))
+        bias_O = torch.empty(out_features, device=device, dtype=dtype) if bias else None
+        self.bias = None if bias_O is None else nn.Parameter(bias_O)
+        mark(self, "weight", self.spec)
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls,
+        whole: nn.Linear,
+        *,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        segments: Sequence[Segment] | None = None,
+        group: Group = LOCAL,
+    ) -> Self:
+        """This rank's share of a whole linear layer, equal on every rank; sends nothing."""
+        share = cls(
+            whole.in_features,
+            whole.out_features,
+            bias=whole.bias is not None,
+            input_is_parallel=input_is_parallel,
+            sequence_parallel=sequence_parallel,
+            segments=segments,
+            group=group,
+            device="meta",
+        )
+        _take_share(share, whole)
+        return share
+
+    def to_linear(self) -> nn.Linear:
+        """The whole layer, on every rank: all-gathers the weight."""
+        return _to_linear(self)
+
+    def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
+        """Draw weight and bias as ``nn.Linear`` does; one seed is one model at any size."""
+        _reset(self, seed, prefix)
+
+    def forward(self, x_Ti: Tensor) -> Tensor:
+        """``x W^T + b``: whole, or this rank's tokens of it."""
+        if self.group.size == 1:
+            return linear(x_Ti, self.weight, self.bias)
+        if not self.input_is_parallel:
+            x_Ti = _cut_features(x_Ti, self.spec)
+        bias_O = self.bias
+        if not self.sequence_parallel:
+            y_TO = reduce_from(linear(x_Ti, self.weight), group=self.group)
+        else:
+            if x_Ti.shape[-2] % self.group.size:
+                raise ValueError(
+                    f"x has {x_Ti.shape[-2]} tokens, which must divide evenly over a group of "
+                    f"{self.group.size} ranks under sequence parallelism"
+                )
+            y_TO = reduce_scatter_to(linear(x_Ti, self.weight), dim=-2, group=self.group)
+            if bias_O is not None:
+                bias_O = copy_to(bias_O, group=self.group)
+        return y_TO if bias_O is None else y_TO + bias_O
+
+    def extra_repr(self) -> str:
+        """The whole sizes and the number of ranks."""
+        return _describe(self)
+
+
+def column_linears(x_TI: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
+    """Several column-parallel layers on one input, with the messages of one layer.
+
+    Query, key and value, or gate and up, read the same ``x``: one all-gather forward under
+    sequence parallelism, and one all-reduce or reduce-scatter of the summed gradient
+    backward, while the weight gradients are computed.
+
+    Raises:
+        ValueError: The layers differ in ``group`` or ``sequence_parallel``.
+    """
+    first = layers[0]
+    for layer in layers:
+        if (layer.group, layer.sequence_parallel) != (first.group, first.sequence_parallel):
+            raise ValueError("layers must agree on group and sequence_parallel")
+    if first.group.size == 1:
+        return tuple(linear(x_TI, layer.weight, layer.bias) for layer in layers)
+    wire = _Wire(first.group, first.sequence_parallel)
+    ys_To = _ColumnLinears.apply(x_TI, wire, *_weights_and_biases(layers))
+    return tuple(
+        _gather_features(y_To, layer.spec) if layer.gather_output else y_To
+        for y_To, layer in zip(ys_To, layers, strict=True)
+    )
+
+
+def _weights_and_biases(layers: Sequence[ColumnParallelLinear]) -> list[Tensor | None]:
+    """All weights, then all biases; slices that neighbours hold too sum their gradients."""
+    parameters: list[Tensor | None] = [layer.weight for layer in layers]
+    parameters += [layer.bias for layer in layers]
+    specs = [layer.spec for layer in layers] * 2
+    shared = [
+        index
+        for index, parameter in enumerate(parameters)
+        if parameter is not None and specs[index].has_copies
+    ]
+    if shared:
+        held = [parameters[index] for index in shared]
+        copies = copy_slices_to(*held, specs=[specs[index] for index in shared])
+        for index, copy in zip(shared, copies, strict=True):
+            parameters[index] = copy
+    return parameters
+
+
+class _Wire(NamedTuple):
+    """What a fused product sends, and over which ranks."""
+
+    group: Group
+    sequence_parallel: bool
+
+    def sizes(self, x: Tensor) -> list[int]:
+        return [x.shape[-2]] * self.group.size
+
+
+class _ColumnLinears(torch.autograd.Function):
+    """Products of one input with several weights; messages fly while products run."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, wire: _Wire, *weights_and_biases: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        count = len(weights_and_biases) // 2
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
+        ctx.wire, ctx.x_shape, ctx.x_dtype = wire, x.shape, x.dtype
+        needs_x = any(ctx.needs_input_grad[2 : 2 + count])
+        ctx.save_for_backward(x if needs_x else None, *weights_and_biases)
+        if wire.sequence_parallel:
+            sizes = wire.sizes(x)
+            flying = start_all_gather(x, dim=-2, group=wire.group, sizes=sizes)
+            x = finish_all_gather(flying, dim=-2, sizes=sizes)
+        return tuple(linear(x, *pair) for pair in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights_and_biases = ctx.saved_tensors
+        wire, count = ctx.wire, len(dys)
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
+        needs_dx, _, *needs = ctx.needs_input_grad
+        gathers = wire.sequence_parallel and any(needs[:count])
+        if gathers:
+            sizes = wire.sizes(x)
+            flying_x = start_all_gather(x, dim=-2, group=wire.group, sizes=sizes)
+        if needs_dx:
+            flying_dx = _start_input_gradient(_input_gradient(dys, weights), wire)
+        if gathers:
+            x = finish_all_gather(flying_x, dim=-2, sizes=sizes)
+        dws = [
+            _weight_gradient(dy, x).to(weight.dtype) if needed else None
+            for dy, weight, needed in zip(dys, weights, needs[:count], strict=True)
+        ]
+        dbs = [
+            _rows(dy).sum(0).to(bias.dtype) if needed else None
+            for dy, bias, needed in zip(dys, biases, needs[count:], strict=True)
+        ]
+        dx = _finish_input_gradient(flying_dx, wire, ctx) if needs_dx else None
+        return dx, None, *dws, *dbs
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _input_gradient(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The sum of ``dy W``, added up in one buffer."""
+    dx = _rows(dys[0]) @ weights[0].to(dys[0].dtype)
+    for dy, weight in zip(dys[1:], weights[1:], strict=True):
+        dx.addmm_(_rows(dy), weight.to(dy.dtype))
+    return dx.view(*dys[0].shape[:-1], dx.shape[-1])
+
+
+def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return _rows(dy).t() @ _rows(x).to(dy.dtype)
+
+
+def _start_input_gradient(dx: Tensor, wire: _Wire) -> Tensor:
+    if not wire.sequence_parallel:
+        return start_all_reduce(dx, group=wire.group)
+    sizes = [dx.shape[-2] // wire.group.size] * wire.group.size
+    return start_reduce_scatter(dx, dim=-2, group=wire.group, sizes=sizes)
+
+
+def _finish_input_gradient(flying: Tensor, wire: _Wire, ctx: Any) -> Tensor:
+    if not wire.sequence_parallel:
+        return wait(flying).to(ctx.x_dtype)
+    sizes = [ctx.x_shape[-2]] * wire.group.size
+    dx = finish_reduce_scatter(flying, dim=-2, group=wire.group, sizes=sizes)
+    return dx.to(ctx.x_dtype)
+
+
+def _gather_features(y_To: Tensor, spec: ShardSpec) -> Tensor:
+    """All ranks' features, in the order of the whole; slices held twice are taken once."""
+    whole_length = spec.whole_length(y_To.shape[-1])
+    shares = [spec.ranges(whole_length, rank) for rank in range(spec.group.size)]
+    sizes = [sum(part.stop - part.start for part in share) for share in shares]
+    y_TO = gather_from(y_To, dim=-1, group=spec.group, sizes=sizes)
+    if len(shares[0]) == 1 and not spec.has_copies:
+        return y_TO
+    start, pieces = 0, {}
+    for share in shares:
+        for part in share:
+            length = part.stop - part.start
+            pieces.setdefault(part.start, y_TO.narrow(-1, start, length))
+            start += length
+    return torch.cat([pieces[first] for first in sorted(pieces)], dim=-1)
+
+
+def _cut_features(x_TI: Tensor, spec: ShardSpec) -> Tensor:
+    """This rank's features of a whole ``x`` that every rank holds."""
+    parts = spec.ranges(x_TI.shape[-1])
+    if len(parts) == 1:
+        return scatter_to(x_TI, dim=-1, group=spec.group)
+    x_TI = copy_to(x_TI, group=spec.group)
+    return torch.cat([x_TI[..., part] for part in parts], dim=-1)
+
+
+def _checked_spec(
+    dim: int, length: int, segments: Sequence[Segment] | None, group: Group, name: str
+) -> ShardSpec:
+    packed = (Segment(length),) if segments is None else tuple(segments)
+    if sum(segment.size for segment in packed) != length:
+        raise ValueError(f"segments={packed} must add up to {name}={length}")
+    for segment in packed:
+        parts = group.size if segment.parts is None else segment.parts
+        if segment.size % parts:
+            what = name if segments is None else f"a segment of {name}"
+            raise ValueError(
+                f"{what}={segment.size} must divide evenly over a group of {group.size} ranks"
+            )
+    return ShardSpec(dim, group, packed)
+
+
+def _share(spec: ShardSpec, length: int) -> int:
+    return sum(part.stop - part.start for part in spec.ranges(length))
+
+
+def _reset(layer: ColumnParallelLinear | RowParallelLinear, seed: int | None, prefix: str) -> None:
+    bound = layer.in_features**-0.5 if layer.in_features else 0.0
+    for name, parameter in layer.named_parameters(recurse=False):
+        key = draw_key() if seed is None else key_of(seed, prefix + name)
+        uniform_(parameter, key=key, low=-bound, high=bound, specs=specs_of(layer, name))
+
+
+def _take_share(layer: ColumnParallelLinear | RowParallelLinear, whole: nn.Linear) -> None:
+    """Fill a layer built on ``meta`` with this rank's share, dtype and device of ``whole``."""
+    layer.to_empty(device=whole.weight.device)
+    layer.train(whole.training)
+    for name, parameter in whole.named_parameters(recurse=False):
+        share = getattr(layer, name)
+        share.data = share.data.to(parameter.dtype)
+        share.requires_grad_(parameter.requires_grad)
+        if not parameter.is_meta:
+            load_slices(share, specs_of(layer, name), parameter)
+
+
+def _to_linear(layer: ColumnParallelLinear | RowParallelLinear) -> nn.Linear:
+    whole = nn.Linear(
+        layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta"
+    )
+    for name, share in layer.named_parameters(recurse=False):
+        tensor = whole_tensor(share, specs_of(layer, name)).clone()
+        setattr(whole, name, nn.Parameter(tensor, requires_grad=share.requires_grad))
+    return whole.train(layer.training)
+
+
+def _describe(layer: ColumnParallelLinear | RowParallelLinear) -> str:
+    return (
+        f"in_features={layer.in_features}, out_features={layer.out_features}, "
+        f"bias={layer.bias is not None}, ranks={layer.group.size}"
+    )
