@@ -1,0 +1,158 @@
+"""A run's folder: metrics, record of every start, and summary, whole whatever happens.
+
+    metrics.jsonl   a line a step (see ``lines``)
+    record.json     a list with one run record per start, and how each start ended
+    summary.json    what was found out at the end, such as distances between layouts
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from megablocks_core.groups import LOCAL, Group
+from megablocks_core.train.lines import JsonLines, Line, read_lines
+
+METRICS, RECORD, SUMMARY = "metrics.jsonl", "record.json", "summary.json"
+
+
+class RunFolder:
+    """Writes a run's folder on rank 0 of ``group``; the other ranks do nothing.
+
+        with RunFolder(out, record=run_record(), step=start, group=world) as run:
+            for step in range(start, steps):
+                ...
+                run.write(step, {**metrics.reduce(), **timer.reduce()})
+
+    ``step`` is the first step to come: 0, or where a checkpoint left off. A start in a folder
+    that has lines continues that run: lines of ``step`` and beyond are dropped. Each start adds
+    its record with ``step``, ``started``, ``ended`` and ``error``; a start without ``ended`` was
+    killed. After such a start, ``recovery_seconds`` is the time from the last line written
+    before it to the first line written by the next.
+
+    Raises:
+        ValueError: A file of the folder cannot be read; ``write`` goes back in steps.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        record: Mapping[str, Any],
+        step: int = 0,
+        group: Group = LOCAL,
+    ) -> None:
+        self.path = Path(path)
+        self._writes = group.rank == 0
+        self._lines = JsonLines(self.path / METRICS, step=step, group=group)
+        if self._writes:
+            self._starts = _read_json(self.path / RECORD, missing=[])
+            broken_off = bool(self._starts) and not ended_well(self._starts[-1])
+            self._recovers_from = self._lines.last_seen if broken_off else None
+            now = time.time()
+            fate = {"started": now, "ended": None, "error": None, "recovery_seconds": None}
+            self._starts.append({**record, "step": step, **fate})
+            self._save()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the line of ``step`` (counted from 0, rising)."""
+        self._lines.write(step, values)
+        if self._writes and self._recovers_from is not None:
+            self._starts[-1]["recovery_seconds"] = time.time() - self._recovers_from
+            self._recovers_from = None
+            self._save()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lines.close()
+        if self._writes:
+            self._starts[-1]["ended"] = time.time()
+            self._starts[-1]["error"] = None if kind is None else f"{kind.__name__}: {error}"
+            self._save()
+
+    def _save(self) -> None:
+        _write_json(self.path / RECORD, self._starts)
+
+
+class Run(NamedTuple):
+    """A run's folder as it was read."""
+
+    path: Path
+    lines: list[Line]
+    starts: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+
+def read_run(path: str | Path) -> Run:
+    """Read the folder of a run.
+
+    Raises:
+        ValueError: It is no folder, has no metrics, or a file in it cannot be read.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"run={path} must be a folder")
+    if not (path / METRICS).exists():
+        raise ValueError(f"run={path} must hold {METRICS}, which RunFolder writes")
+    lines = read_lines(path / METRICS)
+    if not lines:
+        raise ValueError(f"{path / METRICS} must hold at least one whole line")
+    starts = _read_json(path / RECORD, missing=[])
+    return Run(path, lines, starts, _read_json(path / SUMMARY, missing={}))
+
+
+def add_to_summary(path: str | Path, values: Mapping[str, Any]) -> None:
+    """Set ``values`` (JSON) in the summary of the run at ``path``; call it on one rank."""
+    file = Path(path) / SUMMARY
+    _write_json(file, {**_read_json(file, missing={}), **values})
+
+
+def ended_well(start: Mapping[str, Any]) -> bool:
+    """Whether a start of the record ran to its end without an error."""
+    return start["ended"] is not None and start["error"] is None
+
+
+def _read_json(path: Path, *, missing: Any) -> Any:
+    if not path.exists():
+        return missing
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, type(missing)):
+        raise ValueError(f"{path} must hold a {type(missing).__name__} at its top")
+    return value
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """Replace ``path`` whole: written aside, synced, renamed."""
+    aside = path.with_name(path.name + ".tmp")
+    with open(aside, "w") as file:
+        json.dump(_finite(value), file, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with ``None`` for every number that JSON cannot say."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

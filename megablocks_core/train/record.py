@@ -1,0 +1,91 @@
+"""The run record: all that is needed to say, later, what a run was."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import numpy
+import torch
+
+from megablocks_core.train.machine import hardware
+
+
+def run_record(
+    *,
+    mesh: object = None,
+    spec: object = None,
+    data: object = None,
+    tokenizer: object = None,
+    command_line: Sequence[str] | None = None,
+    directory: str = ".",
+    flops_per_token: float | None = None,
+    peak_flops: float | None = None,
+    price_per_hour: float | None = None,
+) -> dict[str, Any]:
+    """Versions, commit, hardware, and what the caller says of the run: a dict for JSON.
+
+    ``mesh`` (``mesh.describe()``), ``spec`` (the model's shape), ``data`` and ``tokenizer``
+    (hashes, or whatever tells them apart) are kept as given, as text where JSON has no form for
+    them. ``directory`` is where the user's code lies: its git commit is recorded if it is a
+    checkout. The report reads ``flops_per_token`` (forward and backward), ``peak_flops`` (all
+    devices together, FLOP/s) and ``price_per_hour`` (all machines together).
+    """
+    return {
+        "versions": _versions(),
+        "commit": git_commit(directory),
+        "hardware": hardware(),
+        "mesh": _plain(mesh),
+        "spec": _plain(spec),
+        "data": _plain(data),
+        "tokenizer": _plain(tokenizer),
+        "command_line": list(sys.argv if command_line is None else command_line),
+        "flops_per_token": flops_per_token,
+        "peak_flops": peak_flops,
+        "price_per_hour": price_per_hour,
+    }
+
+
+def git_commit(directory: str = ".") -> str | None:
+    """Commit of the checkout at ``directory``, with "+changes" if files differ; else ``None``."""
+    try:
+        commit = _git(directory, "rev-parse", "HEAD")
+        changed = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+changes" if changed else "")
+
+
+def _git(directory: str, *arguments: str) -> str:
+    command = ["git", "-C", directory, *arguments]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    return answer.stdout.strip()
+
+
+def _versions() -> dict[str, str | None]:
+    try:
+        package = metadata.version("megablocks-core")
+    except metadata.PackageNotFoundError:
+        package = None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "megablocks_core": package,
+        "platform": platform.platform(),
+    }
+
+
+def _plain(value: object) -> Any:
+    """``value`` with everything that JSON cannot say as text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset | range):
+        return [_plain(item) for item in value]
+    return str(value)

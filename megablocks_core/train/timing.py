@@ -1,0 +1,165 @@
+"""Where a step's time goes, and what the machines did meanwhile.
+
+Every figure is a ``Mean``, a sum and what it is per, so lines of a run add up: seconds and steps,
+tokens and seconds, seconds waited and seconds watched.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megablocks_core.groups import LOCAL, Group
+from megablocks_core.train.communication import CommunicationSample
+from megablocks_core.train.machine import (
+    cpu_seconds,
+    network_bytes,
+    peak_memory_bytes,
+    usable_cores,
+)
+from megablocks_core.train.metrics import Mean
+
+PHASES = ("data", "forward", "backward", "reduction", "optimizer")
+BESIDE = ("checkpoint", "evaluation")  # between steps: not part of a step's seconds
+
+
+class StepTimer:
+    """Times steps and their phases on each rank, and reduces over ``group`` in one message.
+
+        timer = StepTimer(group=world, sample_every=50)
+        with timer("data"):
+            batch = next(batches)
+        ...
+        timer.step(tokens=tokens_of_the_whole_step)
+        timer.reduce()["step_seconds"]
+
+    ``group`` is all ranks. Within one phase another may run: each second belongs to the innermost.
+    The phases ``checkpoint`` and ``evaluation`` lie between steps. Every ``sample_every`` steps
+    (0: never; the first step is not looked at) a profiler watches how long the rank waits for
+    others; see ``communication``. On an accelerator the host's clock sees when work was handed
+    over, so only whole steps are right there. ``device`` is where the message lies (NCCL).
+
+    Sent: nothing by ``step``; ``reduce`` gathers about 200 bytes a rank.
+
+    Raises:
+        ValueError: ``phases`` with a name twice, or a phase that was not given.
+    """
+
+    def __init__(
+        self,
+        *,
+        phases: tuple[str, ...] = PHASES,
+        sample_every: int = 0,
+        group: Group = LOCAL,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if len(set(phases + BESIDE)) < len(phases + BESIDE):
+            raise ValueError(f"phases={phases} must be different names, and none of {BESIDE}")
+        self.phases, self.group, self.device = phases, group, device
+        self._sample_every = sample_every
+        self._sample: CommunicationSample | None = None
+        self._num_steps = 0
+        self._inside: list[float] = []  # per phase entered: seconds of the phases inside it
+        hosts = group.all_gather_object(platform.node())
+        self._speaks_for_host = hosts.index(hosts[group.rank]) == group.rank
+        self._start_again()
+        self._step_began = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time what runs inside as ``phase``."""
+        if phase not in self.phases + BESIDE:
+            raise ValueError(f"phase={phase!r} must be one of {self.phases + BESIDE}")
+        if phase not in BESIDE:
+            self._sample_if_due()
+        self._inside.append(0.0)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - began
+            own = elapsed - self._inside.pop()
+            if self._inside:
+                self._inside[-1] += elapsed
+            self._sums[phase] += own
+            if phase in BESIDE:
+                self._sums[phase + " times"] += 1
+                self._step_began += own
+
+    def step(self, *, tokens: int, own_tokens: int | None = None, read_bytes: int = 0) -> None:
+        """A step ends here: ``tokens`` of all ranks, ``own_tokens`` and ``read_bytes`` of this."""
+        now = time.perf_counter()
+        sums = self._sums
+        sums["steps"] += 1
+        sums["seconds"] += now - self._step_began
+        sums["tokens"] += tokens
+        sums["own_tokens"] += tokens if own_tokens is None else own_tokens
+        sums["read_bytes"] += read_bytes
+        if self._sample is not None:
+            sums["watched"] += now - self._sample_began
+            sums["waited"] += self._sample.stop()
+            self._sample = None
+        self._num_steps += 1
+        self._step_began = time.perf_counter()
+
+    def reduce(self) -> dict[str, Mean]:
+        """The figures of all ranks since the last call, then from zero again.
+
+        Times are means over the ranks, bytes and processor time sums, memory the largest rank's.
+        A figure that nothing was measured for is left out.
+        """
+        own = {**self._sums, **self._machine()}
+        self._start_again()
+        row = torch.tensor([list(own.values())], dtype=torch.float64, device=self.device)
+        rows = torch.cat(self.group.all_gather(row)).cpu()
+        total = dict(zip(own, rows.sum(0).tolist(), strict=True))
+        mean = dict(zip(own, rows.mean(0).tolist(), strict=True))
+        most = dict(zip(own, rows.amax(0).tolist(), strict=True))
+        wall, steps = mean["wall"], mean["steps"]
+        pairs = {
+            "step_seconds": (mean["seconds"], steps),
+            "tokens_per_second": (mean["tokens"], mean["seconds"]),
+            "token_balance": (most["own_tokens"], mean["own_tokens"]),
+            "data_wait_share": (mean.get("data", 0.0), mean["seconds"]),
+            "communication_wait_share": (mean["waited"], mean["watched"]),
+            "utilisation": (total["cpu_seconds"], wall * total["cores"]),
+            "peak_memory_bytes": (most["peak_memory"], 1.0),
+            "network_bytes_per_second": (total["network"], wall if total["tells_network"] else 0),
+            "read_bytes_per_second": (total["read_bytes"], wall if total["read_bytes"] else 0),
+            **{f"{phase}_seconds": (mean[phase], steps) for phase in self.phases},
+            **{f"{phase}_seconds": (mean[phase], mean[phase + " times"]) for phase in BESIDE},
+        }
+        return {name: Mean(*pair) for name, pair in pairs.items() if pair[1]}
+
+    def _machine(self) -> dict[str, float]:
+        """This rank's share of what the machine did since the last call of ``reduce``."""
+        speaks, network = self._speaks_for_host, network_bytes()
+        return {
+            "wall": time.perf_counter() - self._wall_before,
+            "cpu_seconds": cpu_seconds() - self._cpu_before,
+            "cores": usable_cores() if speaks else 0,
+            "peak_memory": peak_memory_bytes(),
+            "tells_network": network is not None,
+            "network": (network or 0) - (self._network_before or 0) if speaks else 0,
+        }
+
+    def _start_again(self) -> None:
+        counted = ("steps", "seconds", "tokens", "own_tokens", "read_bytes", "watched", "waited")
+        times = tuple(phase + " times" for phase in BESIDE)
+        self._sums = dict.fromkeys((*counted, *self.phases, *BESIDE, *times), 0.0)
+        self._wall_before, self._cpu_before = time.perf_counter(), cpu_seconds()
+        self._network_before = network_bytes()
+
+    def _sample_if_due(self) -> None:
+        every = self._sample_every
+        due = every > 0 and self._num_steps > 0 and (self._num_steps - 1) % every == 0
+        if due and self._sample is None:
+            before = time.perf_counter()
+            self._sample = CommunicationSample()
+            self._sample.start()
+            self._sample_began = time.perf_counter()
+            self._step_began += self._sample_began - before
