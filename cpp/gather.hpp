@@ -1,0 +1,84 @@
+// Copies ranges of a token array, one after another, into one array of 64-bit integers.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <future>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace megablocks {
+
+// Range i is tokens[source, ...), written to out[target, ...) up to the next range's target.
+struct Range {
+    std::int64_t source;
+    std::int64_t target;
+};
+
+// Checks all ranges before anything is read or written. The copy it returns is what gets used, so
+// that a caller who changes `starts` or `lengths` meanwhile cannot move a read out of bounds.
+// The last element is a sentinel whose target is `out_size`.
+inline std::vector<Range> checked_ranges(const std::int64_t* starts, const std::int64_t* lengths,
+                                         std::size_t count, std::int64_t num_tokens,
+                                         std::int64_t out_size) {
+    std::vector<Range> ranges(count + 1);
+    std::int64_t target = 0;
+    bool fits = true;
+    for (std::size_t i = 0; i < count; ++i) {
+        const std::int64_t start = starts[i], length = lengths[i];
+        if (start < 0 || length < 0 || start > num_tokens || length > num_tokens - start) {
+            const std::string index = "[" + std::to_string(i) + "]=";
+            throw std::invalid_argument("starts" + index + std::to_string(start) + " and lengths" +
+                                        index + std::to_string(length) + " must lie within " +
+                                        std::to_string(num_tokens) + " tokens");
+        }
+        ranges[i] = {start, target};
+        fits = fits && length <= out_size - target;
+        if (fits) target += length;
+    }
+    if (!fits || target != out_size) {
+        throw std::invalid_argument("out.size=" + std::to_string(out_size) +
+                                    " must be the sum of lengths");
+    }
+    ranges[count] = {0, out_size};
+    return ranges;
+}
+
+// Fills out[begin, end), wherever in the ranges these two fall.
+template <typename Token>
+void copy_span(const Token* tokens, const std::vector<Range>& ranges, std::int64_t* out,
+               std::int64_t begin, std::int64_t end) {
+    // The last range that starts at or before `begin`; empty ranges before it have nothing to copy.
+    auto range = std::upper_bound(ranges.begin(), ranges.end(), begin,
+                                  [](std::int64_t at, const Range& r) { return at < r.target; }) - 1;
+    for (; begin < end; ++range) {
+        const std::int64_t stop = std::min(end, range[1].target);
+        const Token* from = tokens + range->source + (begin - range->target);
+        std::copy(from, from + (stop - begin), out + begin);
+        begin = stop;
+    }
+}
+
+// Every thread writes an equal share of `out`: a single long range is shared as well as many short.
+template <typename Token>
+void gather(const Token* tokens, const std::vector<Range>& ranges, std::int64_t* out,
+            std::int64_t threads) {
+    constexpr std::int64_t kWorthAThread = 1 << 20;  // about 0.4 ms of copying
+    const std::int64_t size = ranges.back().target;
+    threads = std::clamp(size / kWorthAThread, std::int64_t{1}, threads);
+    const auto edge = [=](std::int64_t thread) {
+        return thread == threads ? size : size / threads * thread;
+    };
+    std::vector<std::future<void>> others;  // their destructors wait, also when an exception leaves
+    for (std::int64_t thread = 1; thread < threads; ++thread) {
+        others.push_back(std::async(std::launch::async, [&, thread] {
+            copy_span(tokens, ranges, out, edge(thread), edge(thread + 1));
+        }));
+    }
+    copy_span(tokens, ranges, out, 0, edge(1));
+    for (auto& other : others) other.get();
+}
+
+}  // namespace megablocks
