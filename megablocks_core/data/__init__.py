@@ -1,0 +1,24 @@
+"""Token data: the indexed dataset on disk, samples in an order that resumes, and batches.
+
+Loads NumPy only; torch comes with the first step of a ``Loader``.
+"""
+
+from megablocks_core.data.builder import IndexedDatasetBuilder as IndexedDatasetBuilder
+from megablocks_core.data.builder import smallest_dtype as smallest_dtype
+from megablocks_core.data.bytes import END_OF_DOCUMENT as END_OF_DOCUMENT
+from megablocks_core.data.bytes import VOCAB_SIZE as VOCAB_SIZE
+from megablocks_core.data.bytes import ByteCounts as ByteCounts
+from megablocks_core.data.bytes import decode_bytes as decode_bytes
+from megablocks_core.data.bytes import read_texts as read_texts
+from megablocks_core.data.bytes import write_byte_documents as write_byte_documents
+from megablocks_core.data.gather import gather_tokens as gather_tokens
+from megablocks_core.data.gpt import Batch as Batch
+from megablocks_core.data.gpt import GPTDataset as GPTDataset
+from megablocks_core.data.gpt import Sample as Sample
+from megablocks_core.data.indexed import IndexedDataset as IndexedDataset
+from megablocks_core.data.loader import Loader as Loader
+from megablocks_core.data.loader import Step as Step
+from megablocks_core.data.loader import as_tensors as as_tensors
+from megablocks_core.data.permutation import Permutation as Permutation
+from megablocks_core.data.split import Split as Split
+from megablocks_core.data.split import split_documents as split_documents

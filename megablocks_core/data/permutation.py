@@ -1,0 +1,89 @@
+"""A shuffle that is computed, not stored.
+
+A Feistel network over the smallest power of two that holds the range, walked until it lands
+inside: any place of the shuffled order costs a fixed few steps of integer arithmetic and no
+memory, and is the same on every machine. Networks: Luby and Rackoff, SIAM J. Comput. 17
+(1988). Walking: Black and Rogaway, CT-RSA 2002, section 3. The mixer is the finalizer of
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+"""
+
+from typing import Any, overload
+
+import numpy as np
+
+WORD = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+Words = Any  # one 64-bit number as an int, or an array of uint64: the same code serves both
+
+
+class Permutation:
+    """A bijection of ``range(size)`` chosen by ``(seed, epoch)``.
+
+    ``permutation(i)`` is the element at place ``i`` of the shuffled order: an int for an int,
+    an array [any shape] of int64 for an array.
+
+    Sends nothing; every rank computes the same order.
+
+    Raises:
+        ValueError: ``size`` outside 1 to 2**63, ``seed`` or ``epoch`` outside 0 to 2**64 - 1.
+        IndexError: a place outside ``range(size)``.
+
+    Source: see the module.
+    """
+
+    def __init__(self, size: int, *, seed: int, epoch: int = 0) -> None:
+        if not 1 <= size <= 2**63:
+            raise ValueError(f"size={size} must be between 1 and 2**63")
+        for name, value in (("seed", seed), ("epoch", epoch)):
+            if not 0 <= value <= WORD:
+                raise ValueError(f"{name}={value} must be between 0 and 2**64 - 1")
+        self.size, self.seed, self.epoch = size, seed, epoch
+        bits = max(2, (size - 1).bit_length())
+        self._low_bits = bits - bits // 2
+        self._low = (1 << self._low_bits) - 1
+        self._high = (1 << bits // 2) - 1
+        key = 0
+        for word in (seed, epoch, size):
+            key = _mix((key + GOLDEN & WORD) ^ word)
+        # Small ranges have few bits for a round to stir, so they take more rounds.
+        rounds = 8 if size >= 1024 else 16
+        self._keys = [_mix(key + GOLDEN * place & WORD) for place in range(1, rounds + 1)]
+
+    @overload
+    def __call__(self, place: int) -> int: ...
+    @overload
+    def __call__(self, place: np.ndarray) -> np.ndarray: ...
+    def __call__(self, place: int | np.ndarray) -> int | np.ndarray:
+        """Return what stands at a place of the shuffled order, or at each of many places."""
+        if isinstance(place, np.ndarray):
+            return self._shuffle_array(place)
+        if not 0 <= place < self.size:
+            raise IndexError(f"place {place} of a permutation of {self.size}")
+        value = self._stir(int(place))
+        while value >= self.size:
+            value = self._stir(value)
+        return value
+
+    def _shuffle_array(self, places: np.ndarray) -> np.ndarray:
+        least, greatest = int(places.min(initial=0)), int(places.max(initial=0))
+        if least < 0 or greatest >= self.size:
+            raise IndexError(f"places {least} to {greatest} of a permutation of {self.size}")
+        values = self._stir(places.astype(np.uint64).ravel())
+        while (outside := np.flatnonzero(values >= self.size)).size:
+            values[outside] = self._stir(values[outside])
+        return values.astype(np.int64).reshape(places.shape)
+
+    def _stir(self, value: Words) -> Words:
+        """Apply the network, a bijection of the power of two."""
+        high, low = value >> self._low_bits, value & self._low
+        for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
+            high = high ^ (_mix(low ^ even) & self._high)
+            low = low ^ (_mix(high ^ odd) & self._low)
+        return high << self._low_bits | low
+
+
+def _mix(word: Words) -> Words:
+    """Return 64 bits, each of which depends on every bit of the word."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & WORD
+    return word ^ (word >> 31)

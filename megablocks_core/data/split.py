@@ -1,0 +1,50 @@
+"""Cuts the documents of a dataset into training, validation and test sets."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import isfinite
+from typing import NamedTuple
+
+
+class Split(NamedTuple):
+    """A named run of documents."""
+
+    name: str
+    documents: range
+
+
+def split_documents(
+    num_documents: int,
+    weights: str | Sequence[float],
+    *,
+    names: Sequence[str] = ("train", "valid", "test"),
+) -> dict[str, Split]:
+    """Cut ``range(num_documents)`` into consecutive splits with sizes in proportion to weights.
+
+    The weights, such as ``"969,30,1"``, are divided by their sum and added up, and each bound
+    is rounded to a whole document (half to even). The splits never overlap and together hold
+    every document; with few documents a split can be empty, which ``GPTDataset`` refuses.
+
+    Shapes: none. Sends nothing.
+
+    Raises:
+        ValueError: weights that are not numbers, negative, all zero, or more than the names.
+
+    Source: the rule of Megatron-LM, which counts sequences; both agree where each document is
+    one sequence.
+    """
+    try:
+        parts = [float(w) for w in (weights.split(",") if isinstance(weights, str) else weights)]
+    except ValueError:
+        raise ValueError(f"weights={weights!r} must be numbers joined by commas") from None
+    if len(parts) > len(names):
+        raise ValueError(f"weights={weights!r} must be at most {len(names)}: {', '.join(names)}")
+    whole = sum(parts)
+    if min(parts, default=0.0) < 0 or not isfinite(whole) or whole == 0:
+        raise ValueError(f"weights={weights!r} must be 0 or more, one above 0, and finite")
+    shares = [part / whole for part in parts] + [0.0] * (len(names) - len(parts))
+    bounds = [round(bound * num_documents) for bound in accumulate(shares, initial=0.0)]
+    return {
+        name: Split(name, range(first, last))
+        for name, first, last in zip(names, bounds[:-1], bounds[1:], strict=True)
+    }
