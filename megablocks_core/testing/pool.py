@@ -34,25 +34,44 @@ class _Worker:
 
 
 class Pool:
-    """Serves ``run(job)``; made once a session, closed at its end."""
+    """Serves ``run(...)``; made once a session, closed at its end."""
 
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._jobs = 0
+        self._num_jobs = 0
 
-    def new_store(self) -> str:
-        """Return a fresh path for one job's rendezvous file."""
-        self._jobs += 1
-        return str(Path(self._folder.name) / f"store-{self._jobs}")
+    def run(
+        self,
+        *,
+        file: str,
+        module: str,
+        qualname: str,
+        payload: bytes,
+        size: int,
+        backend: str = "gloo",
+        timeout: float = 60.0,
+    ) -> list[Answer]:
+        """Run the decorated test ``qualname`` of ``file`` on ``size`` ranks.
 
-    def run(self, job: Job) -> list[Answer]:
-        """Run ``job`` on its ranks and return their answers, by rank.
+        ``payload`` is the pickle of its keyword arguments. Returns the answers by rank.
 
         Raises:
             RanksError: the first rank that failed, or the ranks that gave no answer.
         """
-        workers = self._start(job.size)
+        self._num_jobs += 1
+        job = Job(
+            file=file,
+            module=module,
+            qualname=qualname,
+            payload=payload,
+            size=size,
+            backend=backend,
+            store=str(Path(self._folder.name) / f"store-{self._num_jobs}"),
+            timeout=timeout,
+            sys_path=tuple(sys.path),
+        )
+        workers = self._start(size)
         try:
             for worker in workers:
                 worker.connection.send(job)
@@ -107,7 +126,7 @@ class Pool:
                 raise RanksError(_hang(list(waiting.values()), answers, job))
             for connection in ready:
                 worker = waiting.pop(connection)  # type: ignore[arg-type]
-                answers[worker.rank] = _answer(worker, job)
+                answers[worker.rank] = _answer(worker, workers)
         return [answers[rank] for rank in range(job.size)]
 
     def _kill(self, workers: Sequence[_Worker]) -> None:
@@ -119,19 +138,26 @@ class Pool:
             self._workers.pop(worker.rank, None)
 
 
-def _answer(worker: _Worker, job: Job) -> Answer:
-    """Return the worker's answer; raise if it is a failure: the first to report is the cause."""
+def _answer(worker: _Worker, workers: Sequence[_Worker]) -> Answer:
+    """Return the worker's answer; raise if it is a failure: the first to report is the cause.
+
+    A peer's death comes before the error that it brings about here.
+    """
     try:
         answer = worker.connection.recv()
     except (EOFError, ConnectionError):
-        code = worker.process.wait()
-        end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        stack = worker.stacks.read_text()
-        raise RanksError(f"rank {worker.rank} of {job.size} died ({end})\n{stack}") from None
+        worker.process.wait()
+        answer = Answer("failed", "", "")
+    for peer in workers:
+        if peer.process.poll() is not None:
+            code = peer.process.returncode
+            end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            stack = peer.stacks.read_text()
+            raise RanksError(f"rank {peer.rank} of {len(workers)} died ({end})\n{stack}")
     if answer.outcome == "failed":
         output = f"\nOutput of rank {worker.rank}:\n{answer.output}" if answer.output else ""
         raise RanksError(
-            f"rank {worker.rank} of {job.size} failed first:\n\n{answer.text}{output}"
+            f"rank {worker.rank} of {len(workers)} failed first:\n\n{answer.text}{output}"
         )
     return answer
 

@@ -20,9 +20,9 @@ import pickle
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from megablocks_core.testing.pool import Pool, RanksError
-from megablocks_core.testing.worker import Job
 
 
 def ranks(
@@ -49,7 +49,7 @@ def ranks(
 
         @wraps(body)
         def test(num_ranks: int, request: Any, **arguments: Any) -> None:
-            _run(body, num_ranks, request, arguments, backend=backend, timeout=timeout)
+            _run(body, num_ranks, request.config, arguments, backend=backend, timeout=timeout)
 
         extra = [
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -64,23 +64,27 @@ def ranks(
     return decorate
 
 
-def _run(body, num_ranks, request, arguments, *, backend, timeout) -> None:
+def _run(
+    body: Callable[..., None],
+    size: int,
+    config: Any,
+    arguments: dict[str, Any],
+    *,
+    backend: str,
+    timeout: float,
+) -> None:
     import pytest
 
-    pool = _pool(request.config)
-    job = Job(
-        file=inspect.getfile(body),
-        module=body.__module__,
-        qualname=body.__qualname__,
-        payload=_pickled(arguments, None),
-        size=num_ranks,
-        backend=backend,
-        store=pool.new_store(),
-        timeout=timeout,
-        sys_path=tuple(__import__("sys").path),
-    )
     try:
-        answers = pool.run(job)
+        answers = pool_of(config).run(
+            file=inspect.getfile(body),
+            module=body.__module__,
+            qualname=body.__qualname__,
+            payload=_pickled(arguments),
+            size=size,
+            backend=backend,
+            timeout=timeout,
+        )
     except RanksError as error:
         pytest.fail(str(error), pytrace=False)
     for rank, answer in enumerate(answers):
@@ -91,18 +95,21 @@ def _run(body, num_ranks, request, arguments, *, backend, timeout) -> None:
             pytest.skip(answer.text)
 
 
-def _pool(config: Any) -> Pool:
-    """Return the session's pool, made on first use and closed when pytest ends."""
-    if not hasattr(config, "_ranks_pool"):
-        config._ranks_pool = Pool()
-        config.add_cleanup(config._ranks_pool.close)
-    return config._ranks_pool
+def pool_of(config: Any) -> Pool:
+    """Return the pool of this pytest session, made on first use and closed at its end."""
+    if config not in _pools:
+        _pools[config] = Pool()
+        config.add_cleanup(_pools[config].close)
+    return _pools[config]
 
 
-def _pickled(arguments: dict[str, Any], around: Any) -> bytes:
+_pools: WeakKeyDictionary[Any, Pool] = WeakKeyDictionary()
+
+
+def _pickled(arguments: dict[str, Any]) -> bytes:
     for name, value in arguments.items():
         try:
             pickle.dumps(value)
         except Exception as error:
             raise TypeError(f"{name}={value!r} must be picklable to reach the ranks") from error
-    return pickle.dumps((arguments, around))
+    return pickle.dumps(arguments)

@@ -18,7 +18,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
@@ -32,7 +31,7 @@ SEED = 1234
 
 @dataclass(frozen=True)
 class Job:
-    """One test body for ``size`` ranks. ``payload`` is the pickle of (arguments, around)."""
+    """One test body for ``size`` ranks; ``payload`` is the pickle of its keyword arguments."""
 
     file: str
     module: str
@@ -82,10 +81,9 @@ def run(job: Job, rank: int) -> Answer:
             sys.path[:] = job.sys_path
             _enter_world(job, rank)
             body = find(job.file, job.module, job.qualname)
-            arguments, around = pickle.loads(job.payload)
+            arguments = pickle.loads(job.payload)
             _seed()
-            with _opened(around):
-                body(**arguments)
+            body(**arguments)
         except BaseException as error:  # pytest.skip and pytest.fail are no Exceptions
             if type(error).__name__ == "Skipped":
                 return Answer("skipped", str(error), output.getvalue())
@@ -121,10 +119,6 @@ def _import_with_asserts_rewritten(file: str, name: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _opened(around: Callable[[], AbstractContextManager] | None) -> AbstractContextManager:
-    return contextlib.nullcontext() if around is None else around()
 
 
 def _prepare_torch() -> None:
@@ -171,10 +165,9 @@ def _seed() -> None:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback below ``run`` and the context manager around the body."""
-    own_frames = {run.__code__, contextlib.contextmanager.__code__}
+    """Return the traceback from the body on, without the frames of this harness."""
     tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_code in own_frames and tb.tb_next is not None:
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code is run.__code__:
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(error), error, tb))
 

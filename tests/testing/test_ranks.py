@@ -1,10 +1,14 @@
-"""The harness runs bodies on every rank and tells who failed first."""
+"""``@ranks`` runs bodies on every rank of a fresh world, with pytest's own conveniences."""
+
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megablocks_core.testing import ranks
+from megablocks_core.testing.ranks import _pickled
 
 
 @ranks(1, 2, 4)
@@ -17,7 +21,87 @@ def test_body_runs_in_an_initialised_world(tmp_path):
     assert len(list(tmp_path.iterdir())) == dist.get_world_size()
 
 
-@pytest.mark.parametrize("value", [1, 2])
+@pytest.mark.parametrize("value", [torch.ones(2), torch.zeros(2)])
 @ranks(2)
 def test_parameters_arrive(value):
-    assert value in (1, 2)
+    assert value.sum() in (0, 2)
+
+
+@ranks(2)
+def test_every_rank_has_the_same_seed_and_one_thread():
+    draws = [torch.empty(1) for _ in range(2)]
+    dist.all_gather(draws, torch.rand(1))
+    assert draws[0] == draws[1]
+    assert torch.get_num_threads() == 1
+
+
+@ranks(2)
+def test_new_memory_is_nan():
+    assert torch.empty(3).isnan().all()
+    assert torch.ones(3).new_empty(2).isnan().all()
+
+
+def test_new_memory_is_nan_in_the_parent_too():
+    assert torch.empty_like(torch.ones(3)).isnan().all()
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@ranks(2)
+def test_each_test_has_a_world_of_its_own(turn):
+    store = dist.distributed_c10d._get_default_store()
+    assert not store.check(["left behind"])
+    dist.barrier()
+    store.set("left behind", "x")
+    group = dist.new_group([0, 1])
+    assert group.group_name == "1"  # the first one after the default
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@ranks(2)
+def test_workers_are_reused(turn, tmp_path_factory_path):
+    pids = tmp_path_factory_path / f"pid-{dist.get_rank()}"
+    if turn == 0:
+        pids.write_text(str(os.getpid()))
+    else:
+        assert pids.read_text() == str(os.getpid())
+
+
+@pytest.fixture(scope="module")
+def tmp_path_factory_path(tmp_path_factory):
+    return tmp_path_factory.mktemp("pids")
+
+
+@ranks(2)
+def not_collected():
+    pass
+
+
+def test_every_size_is_a_test_with_its_own_id():
+    (mark,) = not_collected.pytestmark
+    assert mark.args == ("num_ranks", (2,))
+    assert mark.kwargs["ids"] == ["2ranks"]
+
+
+def test_nccl_tests_are_marked_gpu():
+    test = ranks(2, backend="nccl")(lambda_free_body)
+    assert "gpu" in {mark.name for mark in test.pytestmark}
+
+
+def lambda_free_body():
+    pass
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (2, -1)])
+def test_sizes_must_be_positive(sizes):
+    with pytest.raises(ValueError, match="sizes=.* must be"):
+        ranks(*sizes)
+
+
+def test_only_module_level_functions_are_served():
+    with pytest.raises(ValueError, match="must be a function at module level"):
+        ranks(2)(lambda: None)
+
+
+def test_what_cannot_be_pickled_is_named():
+    with pytest.raises(TypeError, match=r"hook=.* must be picklable"):
+        _pickled({"hook": SimpleNamespace(call=lambda: None)})
