@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from megablocks_core.groups.group import LOCAL as LOCAL
     from megablocks_core.groups.group import Group as Group
     from megablocks_core.groups.group import bind as bind
-    from megablocks_core.groups.marks import mark as mark
-    from megablocks_core.groups.marks import marks as marks
-    from megablocks_core.groups.marks import specs_of as specs_of
+    from megablocks_core.groups.marking import mark as mark
+    from megablocks_core.groups.marking import marks as marks
+    from megablocks_core.groups.marking import specs_of as specs_of
     from megablocks_core.groups.mesh import Mesh as Mesh
     from megablocks_core.groups.whole import gather_whole as gather_whole
     from megablocks_core.groups.whole import load_slices as load_slices
@@ -59,7 +59,7 @@ _HOMES = {
         "whole_shape",
     ),
     "group": ("LOCAL", "Group", "bind"),
-    "marks": ("mark", "marks", "specs_of"),
+    "marking": ("mark", "marks", "specs_of"),
     "mesh": ("Mesh",),
     "whole": (
         "gather_whole",

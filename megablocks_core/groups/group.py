@@ -177,7 +177,7 @@ def bind(module: nn.Module, *groups: Group) -> None:
 
 
 def _groups_of(module: nn.Module) -> Iterator[Group]:
-    from megablocks_core.groups.marks import marks
+    from megablocks_core.groups.marking import marks
 
     for part in module.modules():
         yield from (value for value in vars(part).values() if isinstance(value, Group))

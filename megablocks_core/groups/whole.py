@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megablocks_core.groups.cuts import ShardSpec, Specs, own_slices, whole_shape
 from megablocks_core.groups.group import Group
-from megablocks_core.groups.marks import clean_name, marks, specs_of
+from megablocks_core.groups.marking import clean_name, marks, specs_of
 
 
 def logical_shape(tensor: Tensor, specs: tuple[ShardSpec, ...]) -> tuple[int, ...]:

@@ -236,7 +236,7 @@ class RowParallelLinear(nn.Module):
             y_TO = reduce_scatter_to(linear(x_Ti, self.weight), dim=-2, group=self.group)
             if bias_O is not None:
                 bias_O = copy_to(bias_O, group=self.group)
-        return y_TO if bias_O is None else y_TO + bias_O
+        return y_TO if bias_O is None else y_TO + bias_O.to(y_TO.dtype)
 
     def extra_repr(self) -> str:
         """The whole sizes and the number of ranks."""
