@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.groups import ShardSpec, logical_shape, own_slices
+from megablocks_core.groups import ShardSpec, logical_shape, own_slices, specs_of
+from megablocks_core.groups.marking import clean_name
 
 Box = tuple[slice, ...]
 
@@ -102,34 +103,43 @@ def reset_parameters(module: nn.Module, *, seed: int) -> None:
     built on ``meta`` after ``to_empty``.
 
     Raises:
-        ValueError: A part has parameters but no ``reset_parameters``.
+        ValueError: A part has parameters but no ``reset_parameters``, or has one that knows no
+            seed while its parameters are cut.
     """
     parts = list(module.named_modules())
     for path, part in parts:
-        if next(part.parameters(recurse=False), None) is not None and not _reset(part):
-            raise ValueError(
-                f"module={path or type(part).__name__!r} ({type(part).__name__}) must have a "
-                "method reset_parameters, because it has parameters"
-            )
+        _check_part(path, part)
     for path, part in reversed(parts):
-        _reset_part(part, seed, path)
+        reset = getattr(part, "reset_parameters", None)
+        if reset is None:
+            continue
+        prefix = clean_name(f"{path}.") if path else ""
+        if _takes_seed(reset):
+            reset(seed=seed, prefix=prefix)
+        else:
+            _reset_by_generator(part, reset, key_of(seed, prefix))
 
 
-def _reset_part(part: nn.Module, seed: int, path: str) -> None:
-    reset = _reset(part)
-    if reset is None:
-        return
-    if "seed" in inspect.signature(reset).parameters:
-        reset(seed=seed, prefix=f"{path}." if path else "")
-        return
+def _check_part(path: str, part: nn.Module) -> None:
+    own = [name for name, _ in part.named_parameters(recurse=False)]
+    reset = getattr(part, "reset_parameters", None)
+    what = f"module={path or type(part).__name__!r} ({type(part).__name__})"
+    if own and reset is None:
+        raise ValueError(f"{what} has parameters and must have a method reset_parameters")
+    if reset is not None and not _takes_seed(reset) and any(specs_of(part, name) for name in own):
+        raise ValueError(f"{what} has cut parameters and must have reset_parameters(seed, prefix)")
+
+
+def _takes_seed(reset: Callable[..., None]) -> bool:
+    return "seed" in inspect.signature(reset).parameters
+
+
+def _reset_by_generator(part: nn.Module, reset: Callable[..., None], key: int) -> None:
+    """Run a ``reset_parameters`` that draws from torch's default generators."""
     devices = {parameter.device for parameter in part.parameters(recurse=False)}
     with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
-        torch.manual_seed(key_of(seed, path))
+        torch.manual_seed(key)
         reset()
-
-
-def _reset(part: nn.Module) -> Callable[..., None] | None:
-    return getattr(part, "reset_parameters", None)
 
 
 @torch.no_grad()

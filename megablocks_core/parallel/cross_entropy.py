@@ -1,0 +1,267 @@
+"""Cross-entropy of logits whose vocabulary is split over a group (Megatron-LM,
+https://arxiv.org/abs/1909.08053, section 3).
+
+Dimensions: T tokens (any number of dimensions), V the whole vocabulary; v is this rank's
+columns, and c those of them that are not padding.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from megablocks_core.groups import LOCAL, Group, chunk_slice
+from megablocks_core.parallel.checks import require
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    group: Group = LOCAL,
+) -> Tensor:
+    """Cross-entropy of whole logits, from this rank's columns of them.
+
+    The loss of a token is that of ``torch.nn.functional.cross_entropy`` plus a term that
+    keeps the logits from drifting::
+
+        lse - (1 - label_smoothing) * x[target] - label_smoothing * mean(x) + z_loss * lse**2
+
+    with ``lse = logsumexp(x)`` and the mean over the whole vocabulary (torch's rule). An
+    ignored token has exactly zero loss and gradient, even where its logits are infinite.
+
+    Computed and returned in float32, or float64 for float64 logits, and equal on every rank;
+    the gradient has the dtype of the logits. Logits are never changed. Saved for backward are
+    the logits as they came and four numbers a token; backward computes the softmax again.
+
+    Sends two messages forward, a maximum and a sum of two or three numbers a token, and none
+    backward. The host waits for no device.
+
+    Args:
+        logits: This rank's columns [T v]; ranks may hold unequal numbers of them, or none.
+        targets: Indices into the whole vocabulary [T], equal on every rank.
+        vocab_size: V. Columns are cut by ``torch.chunk``'s rule, or all ranks hold the same
+            number of them and those from V on are padding, which never enters. Without it all
+            columns are real, any cut is right, and V is the sum of the ranks' columns.
+        ignore_index: Tokens with this target are left out.
+        label_smoothing: Weight of the uniform distribution over the vocabulary.
+        z_loss: Weight of the square of ``lse``.
+        reduction: "none" gives [T]; "sum" their sum; "mean" the sum divided by the number of
+            tokens that are not ignored, or zero if all are (torch: NaN).
+        group: The ranks that share the vocabulary.
+
+    Raises:
+        ValueError: Shapes or options do not fit; a target is neither in the vocabulary nor
+            ignored; or the logits are gathered already. The last is known where ``vocab_size``
+            is given; where not, it is concluded from logits that are equal on all ranks and
+            not constant. In compiled code and on other devices than the CPU, what depends on
+            values is asserted asynchronously.
+    """
+    _check(logits, targets, label_smoothing, reduction)
+    x_Tc = logits.detach()
+    if vocab_size is None:
+        top_T, start, whole = _maxima_and_cut(x_Tc, group)
+    else:
+        step, whole = _step(logits.shape[-1], vocab_size, group), vocab_size
+        start = step * group.rank
+        x_Tc = x_Tc[..., : max(whole - start, 0)]
+        top_T = _maxima(x_Tc, step, group)
+
+    valid_T = targets != ignore_index
+    outside_T = valid_T & ((targets < 0) | (targets >= whole))
+    index_T = targets.long() - start
+    sums = _sums(x_Tc, top_T, index_T, outside_T, smoothed=label_smoothing > 0, group=group)
+    require(
+        sums.outside == 0,
+        "targets must lie in the vocabulary or equal ignore_index",
+        lambda: f"found {targets[outside_T][:5].tolist()} with {int(whole)} entries",
+    )
+    even = torch.full_like(sums.outside, label_smoothing) / whole
+    options = _Options(label_smoothing, z_loss, x_Tc.shape[-1])
+    losses_T = _Losses.apply(logits, top_T, sums, index_T, valid_T, even, options)
+    if reduction == "none":
+        return losses_T
+    total = losses_T.sum()
+    return total if reduction == "sum" else total / valid_T.sum().clamp(min=1)
+
+
+class _Options(NamedTuple):
+    label_smoothing: float
+    z_loss: float
+    num_columns: int
+
+
+def _check(logits: Tensor, targets: Tensor, label_smoothing: float, reduction: str) -> None:
+    if logits.dim() == 0 or logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} must have the shape of targets, "
+            f"{tuple(targets.shape)}, and one more dimension for this rank's columns"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
+    if reduction not in ("none", "sum", "mean"):
+        raise ValueError(f'reduction={reduction!r} must be "none", "sum" or "mean"')
+
+
+def _step(width: int, vocab_size: int, group: Group) -> int:
+    """How far apart the ranks' first columns are: by ``torch.chunk``'s rule, or padded alike."""
+    own = chunk_slice(vocab_size, group.size, group.rank)
+    if width == own.stop - own.start:
+        return -(-vocab_size // group.size)
+    if width * group.size >= vocab_size and (width < vocab_size or group.size == 1):
+        return width
+    raise ValueError(
+        f"logits have {width} columns and must have this rank's {own.stop - own.start} of "
+        f"vocab_size={vocab_size} over a group of {group.size} ranks, or be padded alike on all; "
+        "are they gathered already?"
+    )
+
+
+def _maxima(x_Tc: Tensor, step: int, group: Group) -> Tensor:
+    """The largest logit of each token, on every rank."""
+    top_T = _own_maxima(x_Tc)
+    top_T, steps = _all_max(top_T, _pair(top_T.new_full((), step)), group)
+    require(_are_equal(steps), "logits must be cut alike on all ranks")
+    return top_T
+
+
+def _maxima_and_cut(x_Tv: Tensor, group: Group) -> tuple[Tensor, int | Tensor, int | Tensor]:
+    """The largest logit of each token, this rank's first column and the number of columns."""
+    width, top_T = x_Tv.shape[-1], _own_maxima(x_Tv)
+    if group.size == 1:
+        return top_T, 0, width
+    widths = width * torch.arange(group.size, device=top_T.device).eq(group.rank)
+    top_T, heard = _all_max(top_T, torch.cat([_fingerprint(x_Tv, top_T), widths]), group)
+    require(~_are_equal(heard[:2]), "logits are equal on all ranks; are they gathered already?")
+    widths = heard[2:].long()
+    return top_T, widths[: group.rank].sum(), widths.sum()
+
+
+def _own_maxima(x_Tc: Tensor) -> Tensor:
+    wide = torch.float64 if x_Tc.dtype == torch.float64 else torch.float32
+    if x_Tc.shape[-1] == 0:
+        return x_Tc.new_full(x_Tc.shape[:-1], -torch.inf, dtype=wide)
+    return x_Tc.amax(-1).to(wide)
+
+
+def _all_max(top_T: Tensor, extra: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Maxima over the ranks, in one message."""
+    if group.size == 1:
+        return top_T, extra
+    heard = group.all_reduce(torch.cat([top_T.flatten(), extra.to(top_T.dtype)]), "max")
+    return heard[: top_T.numel()].view(top_T.shape), heard[top_T.numel() :]
+
+
+def _pair(value: Tensor) -> Tensor:
+    """What tells, after a maximum over the ranks, whether all of them had the same value."""
+    return torch.stack([value, -value])
+
+
+def _are_equal(pair: Tensor) -> Tensor:
+    return pair[0] == -pair[1]
+
+
+def _fingerprint(x_Tv: Tensor, top_T: Tensor) -> Tensor:
+    """A pair that is equal on all ranks if their logits are, unless these are constant.
+
+    It rests on the first token's logits and on every token's largest.
+    """
+    first_v = x_Tv.reshape(-1, x_Tv.shape[-1])[:1].flatten().to(top_T.dtype)
+    if len(first_v) < 2:
+        return top_T.new_full((2,), torch.inf)
+    values = torch.cat([first_v, top_T.flatten()])
+    weights = torch.arange(len(values), device=values.device).to(values.dtype).cos()
+    pair = _pair((values * weights).sum())
+    return torch.where(first_v.min() == first_v.max(), torch.inf, pair)
+
+
+class _Sums(NamedTuple):
+    """Sums over the vocabulary, of logits less the token's largest."""
+
+    exp_T: Tensor
+    target_T: Tensor
+    all_T: Tensor | None
+    outside: Tensor
+
+
+def _sums(
+    x_Tc: Tensor,
+    top_T: Tensor,
+    index_T: Tensor,
+    outside_T: Tensor,
+    *,
+    smoothed: bool,
+    group: Group,
+) -> _Sums:
+    """Sums over all ranks' columns, and the number of targets outside, in one message."""
+    x_Tc = x_Tc.to(top_T.dtype) - top_T.unsqueeze(-1)
+    target_T = torch.zeros_like(top_T)
+    if x_Tc.shape[-1]:
+        here_T, place_T = _place(index_T, x_Tc.shape[-1])
+        own_T = x_Tc.gather(-1, place_T.unsqueeze(-1)).squeeze(-1)
+        target_T = torch.where(here_T, own_T, target_T)
+    all_T = [x_Tc.sum(-1)] if smoothed else []
+    own = torch.stack([x_Tc.exp_().sum(-1), target_T, *all_T])
+    heard = group.all_reduce(torch.cat([own.flatten(), outside_T.sum().view(1)]))
+    exp_T, target_T, *all_T = heard[:-1].view(own.shape)
+    return _Sums(exp_T, target_T, all_T[0] if smoothed else None, heard[-1])
+
+
+def _place(index_T: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Whether each token's target is one of this rank's columns, and a column to look at."""
+    return (index_T >= 0) & (index_T < num_columns), index_T.clamp(0, num_columns - 1)
+
+
+class _Losses(torch.autograd.Function):
+    """The tokens' losses from sums over the vocabulary, and their gradient in the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_Tv: Tensor,
+        top_T: Tensor,
+        sums: _Sums,
+        index_T: Tensor,
+        valid_T: Tensor,
+        even: Tensor,
+        options: _Options,
+    ) -> Tensor:
+        exp_T, target_T, all_T, _ = sums
+        log_T = exp_T.log()
+        losses_T = log_T - (1 - options.label_smoothing) * target_T
+        if all_T is not None:
+            losses_T = losses_T - even * all_T
+        if options.z_loss:
+            losses_T = losses_T + options.z_loss * (log_T + top_T).square()
+        ctx.save_for_backward(logits_Tv, top_T, exp_T, index_T, valid_T, even)
+        ctx.options = options
+        return losses_T.masked_fill(~valid_T, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlosses_T: Tensor) -> tuple[Tensor | None, ...]:
+        logits_Tv, top_T, exp_T, index_T, valid_T, even = ctx.saved_tensors
+        label_smoothing, z_loss, num_columns = ctx.options
+        x_Tc = logits_Tv[..., :num_columns]
+        scale_T = dlosses_T / exp_T
+        if z_loss:
+            scale_T = scale_T * (1 + 2 * z_loss * (exp_T.log() + top_T))
+        dx_Tc = (x_Tc.to(top_T.dtype) - top_T.unsqueeze(-1)).exp_().mul_(scale_T.unsqueeze(-1))
+        if label_smoothing:
+            dx_Tc.sub_((even * dlosses_T).unsqueeze(-1))
+        if num_columns:
+            here_T, place_T = _place(index_T, num_columns)
+            hit_T = torch.where(here_T, (label_smoothing - 1) * dlosses_T, 0.0)
+            dx_Tc.scatter_add_(-1, place_T.unsqueeze(-1), hit_T.unsqueeze(-1))
+        dx_Tc = dx_Tc.masked_fill_(~valid_T.unsqueeze(-1), 0.0).to(logits_Tv.dtype)
+        num_padding = logits_Tv.shape[-1] - num_columns
+        if num_padding:
+            dx_Tc = pad(dx_Tc, (0, num_padding))
+        return dx_Tc, *[None] * 6
