@@ -1,0 +1,158 @@
+"""Grouped-query attention (Ainslie et al., https://arxiv.org/abs/2305.13245), tensor-parallel.
+
+Dimensions: T tokens, H hidden size, N query heads, K key and value heads, D features of a
+head, E documents. A lowercase letter is this rank's share of the capital one: n = N / tp.size,
+k = max(K / tp.size, 1).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megablocks_core.groups import LOCAL, Group, Segment, split_evenly
+from megablocks_core.layers.attention.causal import causal_attention
+from megablocks_core.layers.linear import LinearFactory, apply_each, parallel_linear
+from megablocks_core.layers.norm import on_part
+from megablocks_core.layers.rotary import RotaryEmbedding, rotate
+
+Norms = Sequence[Callable[[Tensor], Tensor]]
+
+
+class Attention(nn.Module):
+    """Causal self-attention whose heads are split over ``tp``.
+
+    Maps ``x`` [... T H] to ``y`` [... T H]: ``o_proj(attention(q_proj(x), k_proj(x), v_proj(x)))``
+    with queries and keys turned by their positions. Query, key and value share their
+    messages: forward sends one all-reduce and backward one. Under sequence parallelism ``x``
+    and ``y`` hold this rank's tokens; forward sends an all-gather and a reduce-scatter, and
+    backward these two and the second gather of ``x``. Backward sends one small message more
+    for the weights of query and key norms, and one for key and value heads that several
+    ranks hold.
+
+    Args:
+        hidden_size: H.
+        num_heads: N.
+        num_kv_heads: K, which divides N; default N. Fewer than the ranks is served:
+            neighbours then hold the same head.
+        head_dim: D; default H / N.
+        bias: Biases of all four projections; "qkv" for those of the inputs alone.
+        rotary: Position embedding; ``None`` for none.
+        sequence_parallel: The ranks hold equal slices of the tokens.
+        linear: Builds the projections; default ``parallel_linear``, which see.
+        norm: Builds the norms of query and key heads from ``head_dim``; ``None`` for none.
+        tp: The tensor-parallel ranks.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: Heads do not divide evenly over each other or over ``tp``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool | Literal["qkv"] = False,
+        rotary: RotaryEmbedding | None = None,
+        sequence_parallel: bool = False,
+        linear: LinearFactory | None = None,
+        norm: Callable[..., nn.Module] | None = None,
+        tp: Group = LOCAL,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = _head_dim(hidden_size, num_heads, head_dim)
+        kv_segments = _kv_segments(num_heads, num_kv_heads, self.head_dim, tp)
+        self.sequence_parallel, self.tp = sequence_parallel, tp
+        build = partial(
+            linear or parallel_linear,
+            sequence_parallel=sequence_parallel,
+            group=tp,
+            device=device,
+            dtype=dtype,
+        )
+        column = partial(build, parallel_mode="column", bias=bool(bias))
+        q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        self.q_proj = column(hidden_size, q_size)
+        self.k_proj = column(hidden_size, kv_size, segments=kv_segments)
+        self.v_proj = column(hidden_size, kv_size, segments=kv_segments)
+        self.o_proj = build(q_size, hidden_size, parallel_mode="row", bias=bias is True)
+        self.q_norm = norm and norm(self.head_dim, device=device, dtype=dtype)
+        self.k_norm = norm and norm(self.head_dim, device=device, dtype=dtype)
+        self.rotary = rotary
+
+    def forward(
+        self,
+        x_TH: Tensor,
+        *,
+        positions: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cu_seqlens_padded: Tensor | None = None,
+        tables: tuple[Tensor, Tensor] | None = None,
+        norms: Norms | None = None,
+    ) -> Tensor:
+        """Attend over each row, or over each document of one row.
+
+        Args:
+            x_TH: Input [... T H]; one row, [T H] or [1 T H], with documents.
+            positions: Every token's position [T] or [... T]; all T tokens also under
+                sequence parallelism.
+            cu_seqlens: Sums of the documents' lengths, from 0 [E+1]; ``None``: rows are whole.
+            max_seqlen: Length of the longest document, for back ends that ask for it.
+            cu_seqlens_padded: Where documents are stored, if pads lie between them [E+1].
+            tables: ``rotary(positions)``, if a model has computed them for all its layers.
+            norms: ``on_part(q_norm, k_norm)``, if a block has them in one message with others.
+
+        Raises:
+            ValueError: ``positions`` are not those of T tokens, or see ``causal_attention``.
+        """
+        projections = apply_each(x_TH, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projections)
+        if positions.shape[-1] != q.shape[-3]:
+            raise ValueError(
+                f"positions has {positions.shape[-1]} tokens and must have {q.shape[-3]}"
+            )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_norm, k_norm = norms or on_part(self.q_norm, self.k_norm, group=self.tp)
+            q, k = q_norm(q), k_norm(k)
+        if self.rotary is not None:
+            cos_Tr, sin_Tr = tables or self.rotary(positions, dtype=q.dtype)
+            q, k = rotate(q, cos_Tr, sin_Tr), rotate(k, cos_Tr, sin_Tr)
+        rows = q.shape[:-3]
+        q, k, v = (y.reshape(-1, *y.shape[-3:]) for y in (q, k, v))
+        y = causal_attention(
+            q, k, v, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded
+        )
+        return self.o_proj(y.reshape(*rows, y.shape[1], -1))
+
+
+def _head_dim(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"num_heads={num_heads} must divide hidden_size={hidden_size} where head_dim is not given"
+        )
+    return hidden_size // num_heads if head_dim is None else head_dim
+
+
+def _kv_segments(
+    num_heads: int, num_kv_heads: int, head_dim: int, tp: Group
+) -> tuple[Segment, ...]:
+    """How key and value features are cut: no rank holds a part of a head."""
+    split_evenly(num_heads, group=tp, name="num_heads")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    if num_kv_heads % tp.size and tp.size % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads={num_kv_heads} must divide evenly over a group of {tp.size} ranks, "
+            f"or divide {tp.size}"
+        )
+    return (Segment(num_kv_heads * head_dim, parts=min(num_kv_heads, tp.size)),)
