@@ -1,0 +1,13 @@
+"""Checkpoints: whole tensors in safetensors and one JSON manifest; any layout resumes at any.
+
+``state`` maps names to modules, torch optimizers, tensors and JSON values. A checkpoint is a
+folder that appears whole or not at all; ``LATEST`` beside it names the newest.
+"""
+
+from megablocks_core.ckpt.loading import LoadReport as LoadReport
+from megablocks_core.ckpt.loading import load as load
+from megablocks_core.ckpt.manifest import CheckpointError as CheckpointError
+from megablocks_core.ckpt.newest import latest as latest
+from megablocks_core.ckpt.newest import load_latest as load_latest
+from megablocks_core.ckpt.saving import save as save
+from megablocks_core.ckpt.stored import verify as verify

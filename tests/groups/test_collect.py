@@ -1,0 +1,143 @@
+"""Whole tensors reach the first rank, each element once, whatever the cut."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megablocks_core.groups import LOCAL, Group, Mesh, Segment, ShardSpec, own_slices
+from megablocks_core.groups.collect import Collection, Held, first_holders
+from megablocks_core.testing import ranks
+
+
+@given(
+    first=st.integers(0, 9),
+    shared=st.integers(1, 4),
+    parts=st.sampled_from([1, 2]),
+    other=st.integers(1, 4),
+    dim=st.integers(0, 1),
+    num_ranks=st.sampled_from([2, 4, 8]),
+)
+def test_first_holders_cover_every_element_once(first, shared, parts, other, dim, num_ranks):
+    group = Group(tuple(range(num_ranks)))
+    segments = (Segment(first), Segment(shared * parts, parts=parts))
+    specs = (ShardSpec(dim, group, segments=segments),)
+    lengths = [other, first + shared * parts] if dim else [first + shared * parts, other]
+    boxes = [
+        [whole for whole, _ in own_slices(specs, tuple(lengths), {group: rank})]
+        for rank in range(num_ranks)
+    ]
+    seen = torch.zeros(lengths)
+    for rank, box in first_holders(boxes):
+        seen[box] += 1
+        mine = torch.zeros(lengths)
+        for held in boxes[rank]:
+            mine[held] = 1
+        assert mine[box].all()
+    assert (seen == 1).all()
+
+
+@ranks(1, 2, 4)
+def test_cut_packed_and_replicated_tensors_arrive_whole():
+    size = dist.get_world_size()
+    group = Mesh(tp=size).group("tp")
+    shared = Segment(4, parts=min(size, 2))
+    cuts = {
+        "rows": (ShardSpec(0, group),),
+        "columns": (ShardSpec(1, group),),
+        "packed": (ShardSpec(0, group, segments=(Segment(4), shared)),),
+        "uneven": (ShardSpec(1, group, segments=(Segment(5),)),),
+        "replicated": (),
+    }
+    shapes = {"uneven": (3, 5)}
+    dtypes = {"rows": torch.bfloat16, "packed": torch.float64}
+    wholes = {
+        name: torch.arange(64)
+        .view(8, 8)
+        .to(dtypes.get(name, torch.float32))[
+            tuple(slice(length) for length in shapes.get(name, (8, 8)))
+        ]
+        for name in cuts
+    } | {"scalar": torch.tensor(3), "empty": torch.empty(0, 4)}
+    held = [
+        Held(name, _share(whole, cuts.get(name, ())), cuts.get(name, ()))
+        for name, whole in wholes.items()
+    ]
+
+    collection = Collection(held, group=group, task="test", raises=RuntimeError)
+    arrived = {}
+    collection.visit(lambda name, whole: arrived.setdefault(name, whole.clone()))
+
+    assert [whole.dtype.itemsize for whole in collection.wholes] == [8, 8, 4, 4, 4, 4, 2]
+    assert list(arrived) == [whole.name for whole in collection.wholes if group.rank == 0]
+    for name in arrived:
+        assert torch.equal(arrived[name], wholes[name]), name
+
+
+@ranks(2)
+def test_a_tensor_that_one_rank_alone_holds_arrives():
+    group = Group.of(dist.group.WORLD)
+    held = [Held(f"of.{group.rank}", torch.full((2,), group.rank))]
+    arrived = {}
+    collection = Collection(held, group=group, task="test", raises=RuntimeError)
+    collection.visit(lambda name, whole: arrived.setdefault(name, whole.tolist()))
+    assert arrived == ({"of.0": [0, 0], "of.1": [1, 1]} if group.rank == 0 else {})
+
+
+@ranks(2)
+def test_f_160_elements_that_no_rank_holds_are_refused():
+    group = Group.of(dist.group.WORLD)
+    half = Group((group.rank, 9), rank=0)  # the other half lies on a rank that is not asked
+    with pytest.raises(ValueError, match=r"must include the ranks \[[01], 9\] that hold w"):
+        Collection(
+            [Held("w", torch.ones(2, 3), (ShardSpec(0, half),))],
+            group=group,
+            task="test",
+            raises=RuntimeError,
+        )
+    rows = [Held("w", torch.ones(2, 3), (ShardSpec(0, group),))] if group.rank == 0 else []
+    with pytest.raises(ValueError, match="w: the group holds 6 of the 12 elements"):
+        Collection(rows, group=group, task="test", raises=RuntimeError)
+
+
+@ranks(2)
+def test_ranks_that_disagree_on_a_shape_are_refused():
+    group = Group.of(dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"ranks disagree on w"):
+        Collection(
+            [Held("w", torch.ones(2 + group.rank))], group=group, task="test", raises=RuntimeError
+        )
+
+
+def test_meta_is_refused():
+    with pytest.raises(ValueError, match="w is on meta"):
+        Collection(
+            [Held("w", torch.ones(2, device="meta"))],
+            group=LOCAL,
+            task="test",
+            raises=RuntimeError,
+        )
+
+
+@ranks(2)
+def test_an_error_of_the_consumer_raises_on_all():
+    group = Group.of(dist.group.WORLD)
+    held = [Held("w", torch.ones(2, 3), (ShardSpec(0, group),))]
+    collection = Collection(held, group=group, task="write", raises=RuntimeError)
+
+    def consume(name, whole):
+        raise OSError("disk full")
+
+    with pytest.raises(OSError if group.rank == 0 else RuntimeError, match="disk full"):
+        collection.visit(consume)
+
+
+def _share(whole, specs):
+    boxes = own_slices(specs, tuple(whole.shape))
+    if not specs:
+        return whole.clone()
+    dim = specs[0].dim
+    return (
+        torch.cat([whole[theirs] for theirs, _ in boxes], dim) if boxes else whole.narrow(dim, 0, 0)
+    )
