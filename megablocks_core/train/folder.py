@@ -1,8 +1,8 @@
 """A run's folder: metrics, record of every start, and summary, whole whatever happens.
 
-    metrics.jsonl   a line a step (see ``lines``)
-    record.json     a list with one run record per start, and how each start ended
-    summary.json    what was found out at the end, such as distances between layouts
+metrics.jsonl   a line a step (see ``lines``)
+record.json     a list with one run record per start, and how each start ended
+summary.json    what was found out at the end, such as distances between layouts
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from megablocks_core.groups import LOCAL, Group
+from megablocks_core.train.metrics import Mean, pooled
 
 _BAR = 24
 
@@ -20,7 +21,7 @@ class Progress:
 
     On a terminal one line is rewritten, at most five times a second; elsewhere a plain line is
     written every ``every`` seconds. ``start`` is the step a resumed run starts from. Writes to
-    ``stream`` (stderr) and keeps no more than the last values.
+    ``stream`` (stderr). Tokens a second are those since the line before.
 
     Raises:
         ValueError: ``total`` is not positive.
@@ -45,14 +46,22 @@ class Progress:
         self._began = time.monotonic()
         self._shown = -math.inf
         self._width = 0
+        self._rates: list[Mean] = []
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Step ``step`` (counted from 0) is done; show it if it is time to."""
+        if self._silent:
+            return
         now = time.monotonic()
         done = step + 1
-        if self._silent or (now - self._shown < self._pause and done < self.total):
+        if isinstance(rate := values.get("tokens_per_second"), Mean):
+            self._rates.append(rate)
+        if now - self._shown < self._pause and done < self.total:
             return
         self._shown = now
+        if self._rates:
+            values = {**values, "tokens_per_second": pooled(self._rates)}
+            self._rates.clear()
         line = "  ".join(self._words(done, now - self._began, values))
         if self._in_place:
             self._stream.write("\r" + line.ljust(self._width))
@@ -76,7 +85,9 @@ class Progress:
             words.append(f"loss {values['loss']:.4f}")
         if "tokens_per_second" in values:
             words.append(f"{_short(values['tokens_per_second'])} tokens/s")
-        if done > self.start:
+        if done >= self.total:
+            words.append(f"in {_clock(seconds)}")
+        elif done > self.start:
             words.append(f"{_clock(seconds / (done - self.start) * (self.total - done))} left")
         return words
 

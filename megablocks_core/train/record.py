@@ -17,6 +17,7 @@ from megablocks_core.train.machine import hardware
 
 def run_record(
     *,
+    label: str = "",
     mesh: object = None,
     spec: object = None,
     data: object = None,
@@ -29,13 +30,15 @@ def run_record(
 ) -> dict[str, Any]:
     """Versions, commit, hardware, and what the caller says of the run: a dict for JSON.
 
-    ``mesh`` (``mesh.describe()``), ``spec`` (the model's shape), ``data`` and ``tokenizer``
-    (hashes, or whatever tells them apart) are kept as given, as text where JSON has no form for
-    them. ``directory`` is where the user's code lies: its git commit is recorded if it is a
+    ``label`` is a few words for plots and tables, such as "tp=2". ``mesh``
+    (``mesh.describe()``), ``spec`` (the model's shape), ``data`` and ``tokenizer`` (hashes, or
+    whatever tells them apart) are kept as given, as text where JSON has no form for them.
+    ``directory`` is where the user's code lies: its git commit is recorded if it is a
     checkout. The report reads ``flops_per_token`` (forward and backward), ``peak_flops`` (all
     devices together, FLOP/s) and ``price_per_hour`` (all machines together).
     """
     return {
+        "label": label,
         "versions": _versions(),
         "commit": git_commit(directory),
         "hardware": hardware(),

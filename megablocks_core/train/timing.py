@@ -130,7 +130,10 @@ class StepTimer:
             "peak_memory_bytes": (most["peak_memory"], 1.0),
             "network_bytes_per_second": (total["network"], wall if total["tells_network"] else 0),
             "read_bytes_per_second": (total["read_bytes"], wall if total["read_bytes"] else 0),
-            **{f"{phase}_seconds": (mean[phase], steps) for phase in self.phases},
+            **{
+                f"{phase}_seconds": (mean[phase], steps if mean[phase] else 0)
+                for phase in self.phases
+            },
             **{f"{phase}_seconds": (mean[phase], mean[phase + " times"]) for phase in BESIDE},
         }
         return {name: Mean(*pair) for name, pair in pairs.items() if pair[1]}
