@@ -1,0 +1,119 @@
+"""Marks survive what happens to modules, and name parameters by their logical names."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from megablocks_core.groups import Group, Segment, ShardSpec, mark, marks
+from megablocks_core.parallel import ColumnParallelLinear
+from megablocks_core.testing import ranks
+
+
+def _model(group):
+    model = nn.Sequential(ColumnParallelLinear(4, 8, group=group), nn.LayerNorm(8))
+    mark(model[1], "weight", expert=True, each="experts.{}.weight")
+    return model
+
+
+def _read(module):
+    return [
+        (
+            name,
+            [(spec.dim, spec.group.ranks, spec.segments) for spec in specs],
+            specs.each,
+            specs.expert,
+        )
+        for name, _, specs in marks(module)
+    ]
+
+
+def _saved(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _assigned(module):
+    module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True)
+    return module
+
+
+def _averaged(module):
+    return torch.optim.swa_utils.AveragedModel(module).module
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(
+    "event",
+    ["deepcopy", "pickle", "save", "to", "to_empty", "assign", "fsdp", "average", "compile"],
+)
+def test_marks_survive(event):
+    group = Group.of(dist.group.WORLD)
+    model = _model(group)
+    before = _read(model)
+    happen = {
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+        "save": _saved,
+        "to": lambda module: module.to(torch.bfloat16),
+        "to_empty": lambda module: module.to("meta").to_empty(device="cpu"),
+        "assign": _assigned,
+        "fsdp": lambda module: fully_shard(module),
+        "average": _averaged,
+        "compile": torch.compile,
+    }
+    after = happen[event](model)
+    assert _read(after) == before
+    assert before[0] == ("0.weight", [(0, group.ranks, (Segment(8),))], None, False)
+    assert before[2] == ("1.weight", [], "experts.{}.weight", True)
+
+
+@ranks(2)
+def test_names_are_free_of_wrappers():
+    group = Group.of(dist.group.WORLD)
+    inner = nn.Sequential(nn.Linear(2, 2))
+    inner[0] = torch.compile(inner[0])
+    model = nn.Module()
+    model.module = inner  # a child that is really called "module" keeps its name
+    names = [name for name, _, _ in marks(nn.parallel.DistributedDataParallel(model))]
+    assert names == ["module.0.weight", "module.0.bias"]
+    layer = ColumnParallelLinear(4, 8, group=group)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    found = {name: specs for name, _, specs in marks(layer)}
+    assert set(found) == {"weight", "bias"} and found["weight"] == (layer.spec,)
+
+
+def test_a_tied_parameter_comes_once_with_its_mark():
+    group = Group((0, 1))
+    model = nn.ModuleDict({"head": nn.Linear(4, 8, bias=False), "embedding": nn.Embedding(8, 4)})
+    model["embedding"].weight = model["head"].weight
+    mark(model["embedding"], "weight", ShardSpec(0, group))
+    assert [(name, specs) for name, _, specs in marks(model)] == [
+        ("head.weight", (ShardSpec(0, group),))
+    ]
+    both = list(marks(model, remove_duplicate=False))
+    assert [name for name, _, _ in both] == ["head.weight", "embedding.weight"]
+
+
+def test_marks_that_cannot_be_raise():
+    layer = nn.Linear(4, 8)
+    with pytest.raises(ValueError, match="name='gain'"):
+        mark(layer, "gain")
+    with pytest.raises(ValueError, match="dim=1 must be below 1"):
+        mark(layer, "bias", ShardSpec(1, Group((0, 1))))
+    with pytest.raises(ValueError, match="exactly one"):
+        mark(layer, "weight", each="experts.weight")
+
+
+def test_a_second_mark_replaces_the_first():
+    layer = nn.Linear(4, 8, bias=False)
+    mark(layer, "weight", ShardSpec(0, Group((0, 1))))
+    mark(layer, "weight")
+    assert [specs for _, _, specs in marks(layer)] == [()]
