@@ -1,5 +1,12 @@
 """Parallel parts: layers, losses and gradients over the ranks of a group."""
 
+from megablocks_core.parallel.clip import clip_grad_norm_ as clip_grad_norm_
+from megablocks_core.parallel.cross_entropy import (
+    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+)
+from megablocks_core.parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+from megablocks_core.parallel.gradients import reduce_gradients as reduce_gradients
+from megablocks_core.parallel.initial import reset_parameters as reset_parameters
 from megablocks_core.parallel.linear import ColumnParallelLinear as ColumnParallelLinear
 from megablocks_core.parallel.linear import RowParallelLinear as RowParallelLinear
 from megablocks_core.parallel.linear import column_linears as column_linears
