@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Builds the pinned environment of one oracle under .oracles/NAME, this package in it.
+# Usage: tools/oracles.sh transformers|megatron|modelopt|transformer-engine
+# The last line of its output is that environment's python; everything else goes to stderr.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+name=${1-}
+case $name in
+transformers | megatron | modelopt | transformer-engine) ;;
+*) echo "NAME=$name must be transformers, megatron, modelopt or transformer-engine" >&2; exit 2 ;;
+esac
+env=$PWD/.oracles/$name
+python=$env/bin/python
+export MEGABLOCKS_REQUIRE_NATIVE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+
+# Each oracle is installed without its dependencies, which would replace the pinned torch.
+install() { "$python" -m pip install -q -c "$env/constraints.txt" "$@"; }
+
+build() {
+    [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$env"
+    cp constraints.txt "$env/constraints.txt"
+    if [ "$name" = modelopt ]; then  # it reads Mixtral as transformers 4 lays it out
+        sed -i.bak -E '/^(transformers|huggingface_hub|tokenizers)==/d' "$env/constraints.txt"
+        echo transformers==4.57.6 >>"$env/constraints.txt"
+    fi
+    install scikit-build-core nanobind cmake ninja
+    install --no-build-isolation -e .
+    install hypothesis packaging pytest pytest-timeout transformers
+
+    case $name in
+    megatron)
+        install triton==3.9.0 einops==0.8.2 psutil==7.2.2
+        install --no-deps --ignore-requires-python megatron-core==0.19.2
+        ;;
+    modelopt)
+        install nvidia-ml-py omegaconf pulp pydantic regex rich scipy requests
+        install --no-deps nvidia-modelopt==0.47.0
+        ;;
+    transformer-engine)  # with flash-attn: for signatures alone, nothing of CUDA is built
+        install einops onnx onnxscript importlib-metadata pydantic setuptools wheel
+        install --no-deps transformer-engine==2.20.2
+        FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
+            install --no-deps --no-build-isolation flash-attn==2.8.3.post2
+        ;;
+    esac
+    touch "$env/.ready"
+}
+
+inputs=(constraints.txt pyproject.toml CMakeLists.txt cpp tools/oracles.sh)
+if [ ! -e "$env/.ready" ] || [ -n "$(find "${inputs[@]}" -newer "$env/.ready")" ]; then
+    build >&2
+fi
+echo "$python"
