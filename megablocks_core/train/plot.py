@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Blue and vermilion are told apart by readers with any kind of colour vision (Okabe and Ito).
 TRAINING, VALIDATION, QUIET, INK = "#0072b2", "#d55e00", "#8a8f98", "#22262c"
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.color": INK,
@@ -67,8 +67,11 @@ def plot_loss(run: Run, path: str | Path) -> None:
         if norms:
             _draw_norms(axes[1], norms)
         _draw_starts(axes, run)
+        for each in axes:
+            each.margins(x=0.01, y=0.12)
         axes[-1].set_xlabel("step")
         figure.align_ylabels(axes)
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr]
         figure.savefig(path, dpi=200, facecolor="white")
 
 
@@ -87,7 +90,6 @@ def _draw_losses(axes: Axes, run: Run) -> None:
         axes.plot(steps, losses, color=VALIDATION, linewidth=1.2, marker="o", markersize=3.5)
         ends.append((steps[-1], losses[-1], "validation", VALIDATION))
     axes.set_ylabel("loss (nats per token)")
-    axes.margins(x=0.01)
     _label_ends(axes, ends)
 
 
@@ -114,7 +116,6 @@ def _draw_norms(axes: Axes, norms: Sequence[tuple[int, float]]) -> None:
             color=VALIDATION,
         )
     axes.set_ylabel("gradient norm")
-    axes.set_ylim(bottom=0)
 
 
 def _draw_starts(axes: Sequence[Axes], run: Run) -> None:

@@ -1,0 +1,124 @@
+"""Validation loss is the same number at any split and batch size, and touches nothing."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from megablocks_core.groups import LOCAL, Group
+from megablocks_core.testing import ranks
+from megablocks_core.train import evaluate, next_token_loss
+
+V, LENGTH, SAMPLES = 11, 6, 12
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(V, 8), nn.Dropout(0.5), nn.Linear(8, V)).double()
+
+
+def batches(size, *, rank=0, num_ranks=1):
+    """Samples in batches of ``size``; of each, this rank's; masks of different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    tokens_NT = torch.randint(0, V, (SAMPLES, LENGTH + 1), generator=generator)
+    mask_NT = (torch.rand(SAMPLES, LENGTH, generator=generator) < 0.6).float()
+    for own in torch.arange(SAMPLES)[rank::num_ranks].split(size):
+        yield {
+            "tokens": tokens_NT[own, :-1],
+            "labels": tokens_NT[own, 1:],
+            "loss_mask": mask_NT[own],
+        }
+
+
+@ranks(1, 2, 4)
+def test_the_loss_is_that_of_one_batch_in_one_process():
+    group, model = Group.of(dist.group.WORLD), small_model()
+    reference = evaluate(model, batches(SAMPLES))
+    for size in (1, 2, 5):
+        own = batches(size, rank=group.rank, num_ranks=group.size)
+        mean = evaluate(model, own, group=group)
+        assert mean == pytest.approx(reference, rel=1e-12)
+        assert mean.count == reference.count
+
+
+@ranks(2)
+def test_a_rank_without_batches_takes_part():
+    group, model = Group.of(dist.group.WORLD), small_model()
+    own = batches(3) if group.rank == 0 else []
+    assert evaluate(model, own, group=group) == evaluate(model, batches(3))
+
+
+def test_it_is_the_masked_cross_entropy():
+    model = small_model().eval()
+    (batch,) = batches(SAMPLES)
+    mask = batch["loss_mask"].bool()
+    expected = cross_entropy(model(batch["tokens"])[mask], batch["labels"][mask])
+    mean = evaluate(model, [batch])
+    assert mean == pytest.approx(expected.item(), rel=1e-12)
+    assert mean.count == mask.sum()
+
+
+def test_masked_and_ignored_labels_count_for_nothing_even_at_infinite_loss():
+    logits = torch.zeros(4, V)
+    logits[1, 3] = -torch.inf
+    labels = torch.tensor([0, 3, -100, 1])
+    batch = {"tokens": labels, "labels": labels, "loss_mask": torch.tensor([1.0, 0.0, 1.0, 1.0])}
+    total, count = next_token_loss(_Always(logits), batch)
+    assert count == 2
+    assert total.item() == pytest.approx(2 * torch.tensor(V).log().item())
+
+
+def test_every_mode_and_the_random_state_are_as_before_also_after_an_error():
+    model = small_model().train()
+    model[1].eval()
+    modes, state = [m.training for m in model.modules()], torch.get_rng_state()
+
+    def fails(model, batch):
+        assert not model.training and not torch.is_grad_enabled()
+        raise RuntimeError("loss failed")
+
+    evaluate(model, batches(4))
+    with pytest.raises(RuntimeError, match="loss failed"):
+        evaluate(model, batches(4), loss=fails)
+    assert [m.training for m in model.modules()] == modes
+    assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_another_loss_can_be_given():
+    mean = evaluate(small_model(), batches(4), loss=lambda _, batch: (batch["tokens"].sum(), 2))
+    assert mean.sum == sum(batch["tokens"].sum().item() for batch in batches(4))
+    assert mean.count == 6
+
+
+def test_f_128_a_set_without_a_counted_label_is_an_error():
+    for loader in ([], [{**next(batches(2)), "loss_mask": torch.zeros(2, LENGTH)}]):
+        with pytest.raises(ValueError, match="must hold a batch"):
+            evaluate(small_model(), loader, group=LOCAL)
+
+
+def test_a_decoder_is_asked_for_whole_logits_of_packed_documents():
+    seen = {}
+
+    class Decoder(nn.Module):
+        def forward(self, tokens, *, positions=None, cu_seqlens=None, gather_logits=False):
+            seen.update(positions=positions, cu_seqlens=cu_seqlens, gather_logits=gather_logits)
+            return type("Output", (), {"logits": torch.zeros(*tokens.shape, V)})()
+
+    plain = next(batches(1))
+    evaluate(Decoder(), [{**plain, "cu_seqlens": None, "position_ids": "unused"}])
+    assert seen == {"positions": None, "cu_seqlens": None, "gather_logits": True}
+    packed = {"cu_seqlens": torch.tensor([0, 2, LENGTH]), "position_ids": torch.arange(LENGTH)}
+    evaluate(Decoder(), [{**plain, **packed}])
+    assert seen["cu_seqlens"] is packed["cu_seqlens"]
+    assert seen["positions"] is packed["position_ids"]
+
+
+class _Always(nn.Module):
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, tokens):
+        return self.logits
