@@ -14,6 +14,6 @@ def require(ok: Tensor, message: str, found: Callable[[], str] | None = None) ->
     ``message``, or an error of the device at its next use.
     """
     if torch.compiler.is_compiling() or ok.device.type != "cpu":
-        torch._assert_async(ok, message)
+        torch.ops.aten._assert_async.msg(ok, message)
     elif not ok:
         raise ValueError(message if found is None else f"{message}; {found()}")

@@ -1,0 +1,157 @@
+"""Embedding whose vocabulary is split over a group (Megatron-LM,
+https://arxiv.org/abs/1909.08053, section 3).
+
+Dimensions: T tokens, V vocabulary, H features; v is this rank's rows of V, by the rule of
+``torch.chunk``: ranks may hold unequal numbers of rows, or none, and no padding.
+"""
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from megablocks_core.groups import (
+    LOCAL,
+    Group,
+    Segment,
+    ShardSpec,
+    chunk_slice,
+    load_slices,
+    mark,
+    reduce_from,
+    reduce_scatter_to,
+    whole_tensor,
+)
+from megablocks_core.parallel.checks import require
+from megablocks_core.parallel.initial import draw_key, key_of, normal_
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embedding whose rows are split over ``group``.
+
+    Maps ids [... T], equal on every rank, to vectors [... T H], equal on every rank; over
+    ``LOCAL`` it is ``nn.Embedding``. Forward all-reduces the vectors once and backward sends
+    nothing. Under sequence parallelism forward reduce-scatters them to this rank's tokens
+    [... T/size H] (``torch.chunk``'s rule), and backward all-gathers their gradient.
+
+    Args:
+        num_embeddings: V, any number.
+        embedding_dim: H.
+        padding_idx: An id of the whole vocabulary whose row starts as zero and has no
+            gradient; negative ones count from the end.
+        sequence_parallel: The ranks go on with slices of the tokens, along dim -2 of the result.
+        group: The tensor-parallel ranks.
+        device: Of the weight.
+        dtype: Of the weight.
+
+    Raises:
+        ValueError: ``padding_idx`` is not in the vocabulary. In ``forward``: an id is not in
+            the vocabulary (on other devices than the CPU an asynchronous assertion).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = False,
+        group: Group = LOCAL,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx={padding_idx} must be one of {num_embeddings} ids")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.sequence_parallel = sequence_parallel
+        self.group = group
+        self.rows = chunk_slice(num_embeddings, group.size, group.rank)
+        self.spec = ShardSpec(0, group, (Segment(num_embeddings),))
+        num_rows = self.rows.stop - self.rows.start
+        self.weight = nn.Parameter(torch.empty(num_rows, embedding_dim, device=device, dtype=dtype))
+        mark(self, "weight", self.spec)
+        self.reset_parameters()
+
+    @classmethod
+    def from_embedding(
+        cls, whole: nn.Embedding, *, sequence_parallel: bool = False, group: Group = LOCAL
+    ) -> Self:
+        """This rank's share of a whole embedding, equal on every rank; sends nothing.
+
+        Raises:
+            ValueError: The embedding uses ``max_norm``, ``scale_grad_by_freq`` or ``sparse``.
+        """
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(whole, option):
+                raise ValueError(f"{option}={getattr(whole, option)} must not be set")
+        share = cls(
+            whole.num_embeddings,
+            whole.embedding_dim,
+            padding_idx=whole.padding_idx,
+            sequence_parallel=sequence_parallel,
+            group=group,
+            device="meta",
+            dtype=whole.weight.dtype,
+        ).to_empty(device=whole.weight.device)
+        share.weight.requires_grad_(whole.weight.requires_grad)
+        if not whole.weight.is_meta:
+            load_slices(share.weight, (share.spec,), whole.weight)
+        return share.train(whole.training)
+
+    def to_embedding(self) -> nn.Embedding:
+        """The whole embedding, on every rank: all-gathers the weight."""
+        whole = nn.Embedding(
+            self.num_embeddings, self.embedding_dim, padding_idx=self.padding_idx, device="meta"
+        )
+        weight_VH = whole_tensor(self.weight, (self.spec,)).clone()
+        whole.weight = nn.Parameter(weight_VH, requires_grad=self.weight.requires_grad)
+        return whole.train(self.training)
+
+    def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
+        """Draw the weight as ``nn.Embedding`` does; one seed is one model at any size."""
+        key = draw_key() if seed is None else key_of(seed, f"{prefix}weight")
+        normal_(self.weight, key=key, std=1.0, specs=(self.spec,))
+        padding_row = self._own_padding_row()
+        if padding_row is not None:
+            with torch.no_grad():
+                self.weight[padding_row].zero_()
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        """The ids' rows: of all tokens, or of this rank's."""
+        require(
+            ~((ids_T < 0) | (ids_T >= self.num_embeddings)).any(),
+            "ids must lie in the vocabulary",
+            lambda: (
+                f"found {int(ids_T.min())} to {int(ids_T.max())} with {self.num_embeddings} ids"
+            ),
+        )
+        if self.group.size == 1:
+            return embedding(ids_T, self.weight, self.padding_idx)
+        y_TH = self._own_rows(ids_T)
+        if self.sequence_parallel:
+            return reduce_scatter_to(y_TH, dim=-2, group=self.group)
+        return reduce_from(y_TH, group=self.group)
+
+    def extra_repr(self) -> str:
+        """The whole sizes and the number of ranks."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, ranks={self.group.size}"
+
+    def _own_rows(self, ids_T: Tensor) -> Tensor:
+        """The rows of the ids that this rank holds, zero for the others."""
+        if len(self.weight) == 0:
+            # A sum over no rows, so that the weight has a gradient here too.
+            return self.weight.sum(0).expand(*ids_T.shape, -1)
+        index_T = ids_T - self.rows.start
+        foreign_T = (index_T < 0) | (index_T >= len(self.weight))
+        y_TH = embedding(index_T.masked_fill(foreign_T, 0), self.weight, self._own_padding_row())
+        return y_TH.masked_fill(foreign_T.unsqueeze(-1), 0.0)
+
+    def _own_padding_row(self) -> int | None:
+        """The row of ``padding_idx`` here, or ``None`` if another rank holds it."""
+        if self.padding_idx is None or not self.rows.start <= self.padding_idx < self.rows.stop:
+            return None
+        return self.padding_idx - self.rows.start
