@@ -6,6 +6,7 @@ import os
 import secrets
 import warnings
 from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,28 @@ def load_latest(
 
 
 def write_latest(root: Path, name: str, digest: str) -> None:
-    """Point ``LATEST`` at a checkpoint, by replacing it, and make that durable."""
-    draft = root / f".{LATEST}.{secrets.token_hex(4)}"
+    """Point ``LATEST`` at a checkpoint, durably; if that fails, it is as it was."""
+    path = root / LATEST
+    before = path.read_bytes() if path.exists() else None
     try:
-        write_file(draft, f"{digest} {name}\n".encode())
-        draft.replace(root / LATEST)
+        _replace(path, f"{digest} {name}\n".encode())
+    except BaseException:
+        with suppress(OSError):
+            if before is None:
+                path.unlink(missing_ok=True)
+            else:
+                _replace(path, before)
+        raise
+
+
+def _replace(path: Path, data: bytes) -> None:
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        write_file(draft, data)
+        draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    sync_folder(root)
+    sync_folder(path.parent)
 
 
 def newest_time(root: Path) -> int:

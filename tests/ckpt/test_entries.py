@@ -1,0 +1,41 @@
+"""State is taken apart into logical tensors and JSON values."""
+
+import pytest
+import torch
+from torch import nn
+
+from megablocks_core.ckpt.entries import check_json, kind_of, take_apart
+
+
+def test_names_are_logical_and_tied_tensors_come_once():
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    net[1].weight = net[0].weight
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(3, 2)).sum().backward()
+    sgd.step()
+    entries = take_apart({"model": net, "optimizer": sgd, "step": 3, "x": torch.ones(1)})
+    names = [part.name for part in entries.held]
+    parameters = ["0.weight", "2.weight", "2.bias"]
+    buffers = ["2.running_mean", "2.running_var", "2.num_batches_tracked"]
+    assert names == [f"model/{name}" for name in parameters + buffers] + [
+        f"optimizer/model/{name}/momentum_buffer" for name in parameters
+    ] + ["x/x"]
+    assert {name: entry["kind"] for name, entry in entries.state.items()} == {
+        "model": "module", "optimizer": "optimizer", "step": "json", "x": "tensor",
+    }  # fmt: skip
+    (group,) = entries.state["optimizer"]["value"]["param_groups"]
+    assert group["names"] == [f"model/{name}" for name in parameters]
+    assert group["values"]["momentum"] == 0.9
+
+
+def test_json_is_what_json_gives_back():
+    check_json({"a": [1, 2.5, "x", None, True, {"b": []}]}, "x")
+    for value, path in (({"a": [0, (1,)]}, r"x\['a'\]\[1\]"), ({1: 2}, "x has the key 1")):
+        with pytest.raises(ValueError, match=path):
+            check_json(value, "x")
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "a b", "../a"])
+def test_names_must_be_file_names(name):
+    with pytest.raises(ValueError, match="state name"):
+        kind_of(name, 1)

@@ -1,0 +1,103 @@
+"""What does not fit or is damaged is named, and nothing is changed before it is known."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megablocks_core import ckpt
+from megablocks_core.groups import Group
+from megablocks_core.testing import ranks
+
+
+def test_f_161_missing_unexpected_and_misshaped_names_are_listed(tmp_path):
+    ckpt.save(tmp_path / "c", {"a": torch.ones(2), "b": torch.ones(3)})
+    state = {"a": torch.zeros(2), "c": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"lacks \['c'\]; state lacks \['b'\]"):
+        ckpt.load(tmp_path / "c", state)
+    with pytest.raises(ValueError, match=r"state lacks \['b'\]"):
+        ckpt.load(tmp_path / "c", {"a": state["a"]})
+    with pytest.raises(ValueError, match=r"a/a has shape \(3,\), saved with \(2,\)"):
+        ckpt.load(tmp_path / "c", {"a": torch.zeros(3), "b": torch.zeros(3)}, strict=False)
+    assert state["a"].sum() == 0
+    assert ckpt.load(tmp_path / "c", state, strict=False) == (["c"], ["b"])
+    assert state["a"].sum() == 2
+
+
+def test_f_161_inside_a_module_too(tmp_path):
+    ckpt.save(tmp_path / "c", {"model": nn.Linear(2, 3)})
+    net = nn.Sequential(nn.Linear(2, 3, bias=False))
+    before = net[0].weight.clone()
+    with pytest.raises(ValueError) as caught:
+        ckpt.load(tmp_path / "c", {"model": net})
+    for part in ("lacks ['model/0.weight']", "state lacks ['model/weight', 'model/bias']"):
+        assert part in str(caught.value)
+    assert torch.equal(net[0].weight, before)
+
+
+def test_casts_are_never_silent(tmp_path):
+    ckpt.save(tmp_path / "c", {"model": nn.Linear(2, 3)})
+    with pytest.raises(ValueError, match=r"model/bias has dtype torch.bfloat16, saved with"):
+        ckpt.load(tmp_path / "c", {"model": nn.Linear(2, 3).bfloat16()})
+
+
+def test_kinds_meta_and_parameter_groups_must_fit(tmp_path):
+    net = nn.Linear(2, 3)
+    ckpt.save(tmp_path / "c", {"model": net, "optimizer": torch.optim.SGD(net.parameters())})
+    other = torch.optim.SGD([net.bias])
+    for state, message in (
+        ({"model": 1}, "model is a json, saved as a module"),
+        ({"model": nn.Linear(2, 3, device="meta")}, "model/weight is on meta"),
+        ({"model": net, "optimizer": other}, "optimizer has the parameter groups"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ckpt.load(tmp_path / "c", state, strict=False)
+
+
+def test_a_tied_parameter_loads_under_either_name(tmp_path):
+    plain = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False)})
+    ckpt.save(tmp_path / "c", {"model": plain})
+    tied = nn.ModuleDict({"b": nn.Linear(2, 2, bias=False), "a": nn.Linear(2, 2, bias=False)})
+    tied["a"].weight = tied["b"].weight
+    ckpt.load(tmp_path / "c", {"model": tied})
+    assert torch.equal(tied["b"].weight, plain["a"].weight)
+
+
+def test_many_blocks_and_small_tensors_beside_them(tmp_path):
+    state = {
+        "model": nn.ParameterDict(
+            {str(n): nn.Parameter(torch.randn(n % 7 * 300_000 + 5)) for n in range(20)}
+        )
+    }
+    ckpt.save(tmp_path / "c", state)
+    again = {
+        "model": nn.ParameterDict(
+            {name: nn.Parameter(torch.zeros_like(value)) for name, value in state["model"].items()}
+        )
+    }
+    ckpt.load(tmp_path / "c", again)
+    for name, value in state["model"].items():
+        assert torch.equal(again["model"][name], value)
+
+
+@ranks(2)
+def test_damage_that_one_rank_reads_raises_on_all(tmp_path):
+    world = Group.of(dist.group.WORLD)
+    ckpt.save(tmp_path / "c", {"x": torch.ones(9), "y": torch.ones(2)}, group=world)
+    if world.rank == 0:
+        data = bytearray((tmp_path / "c" / "x.safetensors").read_bytes())
+        data[-1] ^= 1
+        (tmp_path / "c" / "x.safetensors").write_bytes(data)
+    world.barrier()
+    state = {"y": torch.zeros(2)} | ({"x": torch.zeros(9)} if world.rank == 1 else {})
+    with pytest.raises(ckpt.CheckpointError, match="x.safetensors is damaged: block 0"):
+        ckpt.load(tmp_path / "c", state, group=world, strict=False)
+
+
+@ranks(2)
+def test_ranks_that_see_different_checkpoints_are_refused(tmp_path):
+    world = Group.of(dist.group.WORLD)
+    mine = tmp_path / str(world.rank) / "c"
+    ckpt.save(mine, {"step": world.rank})
+    with pytest.raises(ckpt.CheckpointError, match="ranks see different checkpoints"):
+        ckpt.load(mine, {"step": 0}, group=world)

@@ -1,0 +1,130 @@
+"""The newest whole checkpoint is found, whatever a crash left beside it."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megablocks_core import ckpt
+from megablocks_core.groups import Group
+from megablocks_core.testing import ranks
+
+
+def _steps(root, *steps):
+    for step in steps:
+        ckpt.save(root / f"step-{step}", {"x": torch.full((5,), float(step)), "step": step})
+
+
+def _load(root, group=None):
+    state = {"x": torch.zeros(5), "step": 0}
+    path = ckpt.load_latest(root, state, **({"group": group} if group else {}))
+    assert path is not None and (state["x"] == state["step"]).all()
+    return path.name
+
+
+def test_nothing_yet_is_none(tmp_path):
+    assert ckpt.latest(tmp_path / "run") is None
+    assert ckpt.latest(tmp_path) is None
+    assert ckpt.load_latest(tmp_path, {}) is None
+
+
+def test_the_last_saved_is_the_newest_whatever_its_name(tmp_path):
+    _steps(tmp_path, 2, 10, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ckpt.latest(tmp_path) == tmp_path / "step-1"
+        assert _load(tmp_path) == "step-1"
+
+
+@ranks(1, 2)
+def test_f_152_a_half_written_newest_folder_is_passed_over_by_all_ranks(tmp_path):
+    world = Group.of(dist.group.WORLD)
+    if world.rank == 0:
+        _steps(tmp_path, 10)
+        shutil.copytree(tmp_path / "step-10", tmp_path / "step-20")
+        (tmp_path / "step-20" / "manifest.json").unlink()
+    world.barrier()
+    with pytest.warns(match="passing over .*step-20") if world.rank == 0 else _quiet():
+        assert ckpt.latest(tmp_path, group=world) == tmp_path / "step-10"
+    with pytest.warns(match="passing over .*step-20") if world.rank == 0 else _quiet():
+        assert _load(tmp_path, world) == "step-10"
+
+
+@ranks(1, 2)
+def test_f_152_a_newest_checkpoint_cut_short_or_damaged_is_passed_over(tmp_path):
+    world = Group.of(dist.group.WORLD)
+    path = tmp_path / "step-20" / "x.safetensors"
+    if world.rank == 0:
+        _steps(tmp_path, 10, 20)
+    world.barrier()
+    data = path.read_bytes()
+    for wrong, why in ((data[:-1], "were written"), (data[:-1] + b"?", "is damaged")):
+        world.barrier()
+        if world.rank == 0:
+            path.write_bytes(wrong)
+        world.barrier()
+        with pytest.warns(match=why) if world.rank == 0 else _quiet():
+            assert _load(tmp_path, world) == "step-10"
+
+
+def test_f_153_folders_without_a_whole_checkpoint_are_an_error(tmp_path):
+    (tmp_path / "step-10").mkdir()
+    for read in (ckpt.latest, lambda root: ckpt.load_latest(root, {})):
+        with pytest.raises(ckpt.CheckpointError, match=r"has the folders \['step-10'\] but no"):
+            read(tmp_path)
+    shutil.rmtree(tmp_path / "step-10")
+    _steps(tmp_path, 10)
+    data = (tmp_path / "step-10" / "x.safetensors").read_bytes()
+    (tmp_path / "step-10" / "x.safetensors").write_bytes(data[:-1] + b"?")
+    with (
+        pytest.raises(ckpt.CheckpointError, match="no checkpoint under .* can be read"),
+        pytest.warns(),
+    ):
+        ckpt.load_latest(tmp_path, {"x": torch.zeros(5), "step": 0})
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"step-1", b"0" * 32 + b" step-2"])
+def test_f_153_a_torn_or_missing_pointer_does_not_lose_the_run(tmp_path, text):
+    _steps(tmp_path, 1, 2)
+    (tmp_path / "LATEST").write_bytes(text)
+    with pytest.warns(match=r"LATEST.* is torn"):
+        assert ckpt.latest(tmp_path) == tmp_path / "step-2"
+    (tmp_path / "LATEST").unlink()
+    with pytest.warns(match="LATEST cannot be used"):
+        assert ckpt.latest(tmp_path) == tmp_path / "step-2"
+
+
+def test_a_pointer_to_a_folder_that_is_gone_or_older_is_said(tmp_path):
+    _steps(tmp_path, 1)
+    pointer = (tmp_path / "LATEST").read_bytes()
+    _steps(tmp_path, 2)
+    current = (tmp_path / "LATEST").read_bytes()
+    (tmp_path / "LATEST").write_bytes(pointer)  # killed between rename and LATEST
+    with pytest.warns(match="LATEST names 'step-1'"):
+        assert ckpt.latest(tmp_path) == tmp_path / "step-2"
+    (tmp_path / "LATEST").write_bytes(current)
+    shutil.rmtree(tmp_path / "step-2")
+    with pytest.warns(match="LATEST names 'step-2'"):
+        assert ckpt.latest(tmp_path) == tmp_path / "step-1"
+
+
+def test_an_unfinished_save_is_said(tmp_path):
+    _steps(tmp_path, 1)
+    (tmp_path / ".step-2.0a1b2c3d.partial").mkdir()
+    with pytest.warns(match="is a save that did not finish"):
+        assert ckpt.latest(tmp_path) == tmp_path / "step-1"
+
+
+def test_a_clock_that_steps_back_does_not_hide_the_newest(tmp_path, monkeypatch):
+    _steps(tmp_path, 1)
+    monkeypatch.setattr("time.time_ns", lambda: 5)
+    _steps(tmp_path, 2)
+    assert ckpt.latest(tmp_path) == tmp_path / "step-2"
+
+
+class _quiet(warnings.catch_warnings):
+    def __enter__(self):
+        super().__enter__()
+        warnings.simplefilter("error")
