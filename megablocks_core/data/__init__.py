@@ -12,9 +12,7 @@ from megablocks_core.data.bytes import decode_bytes as decode_bytes
 from megablocks_core.data.bytes import read_texts as read_texts
 from megablocks_core.data.bytes import write_byte_documents as write_byte_documents
 from megablocks_core.data.gather import gather_tokens as gather_tokens
-from megablocks_core.data.gpt import Batch as Batch
 from megablocks_core.data.gpt import GPTDataset as GPTDataset
-from megablocks_core.data.gpt import Sample as Sample
 from megablocks_core.data.indexed import IndexedDataset as IndexedDataset
 from megablocks_core.data.loader import Loader as Loader
 from megablocks_core.data.loader import Step as Step

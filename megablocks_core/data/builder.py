@@ -159,7 +159,10 @@ class IndexedDatasetBuilder:
         if given.size == 0 or np.can_cast(given.dtype, self.dtype, "safe"):
             return given
         if given.dtype.kind not in "iu" or self.dtype.kind not in "iu":
-            raise ValueError(f"tokens of {given.dtype} must be exact as {self.dtype.name}")
+            raise ValueError(
+                f"tokens of {given.dtype} must have a dtype that converts exactly to "
+                f"{self.dtype.name}"
+            )
         limits = np.iinfo(self.dtype.name)
         for token in (int(given.min()), int(given.max())):
             if not limits.min <= token <= limits.max:

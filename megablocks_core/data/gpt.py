@@ -5,7 +5,7 @@ D documents (or parts of documents) in a sample or batch.
 """
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -13,22 +13,6 @@ from megablocks_core.data.gather import gather_tokens
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.permutation import Permutation
 from megablocks_core.data.split import Split
-
-
-class Sample(TypedDict):
-    """One sample: the first four are [S], ``cu_seqlens`` is [D + 1]; all of NumPy."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    loss_mask: np.ndarray
-    position_ids: np.ndarray
-    cu_seqlens: np.ndarray
-
-
-class Batch(Sample):
-    """Samples laid end to end: the first four are [1 T], ``cu_seqlens`` is [D + 1]."""
-
-    max_seqlen: int
 
 
 class GPTDataset:
@@ -105,21 +89,16 @@ class GPTDataset:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, sample: int) -> Sample:
+    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
         batch = self.batch([sample])
-        return Sample(
-            tokens=batch["tokens"][0],
-            labels=batch["labels"][0],
-            loss_mask=batch["loss_mask"][0],
-            position_ids=batch["position_ids"][0],
-            cu_seqlens=batch["cu_seqlens"],
-        )
+        rows = ("tokens", "labels", "loss_mask", "position_ids")
+        return {name: batch[name][0] for name in rows} | {"cu_seqlens": batch["cu_seqlens"]}
 
-    def batch(self, samples: Sequence[int] | np.ndarray) -> Batch:
-        """Return samples laid end to end, each a few documents that see nothing of the others.
+    def batch(self, samples: Sequence[int] | np.ndarray) -> dict[str, Any]:
+        """Return samples laid end to end: arrays as above but [1 T], and the int ``max_seqlen``.
 
-        ``tokens.reshape(B, S)`` are the samples as rows. Attention wants either those rows, or
-        the [1 T] arrays with ``cu_seqlens`` and ``max_seqlen``.
+        ``cu_seqlens`` bounds the documents of all samples, so that none sees another through
+        attention. ``tokens.reshape(B, S)`` are the samples as rows, for attention without it.
         """
         length = self.sequence_length
         starts = self.starts(samples)
@@ -137,14 +116,14 @@ class GPTDataset:
                 loss_mask_T[after] = 0
         cu_seqlens = np.sort(np.concatenate(bounds))
         spans = np.diff(cu_seqlens)
-        return Batch(
-            tokens=tokens_T[None],
-            labels=labels_T[None],
-            loss_mask=loss_mask_T[None],
-            position_ids=(np.arange(len(tokens_T)) - np.repeat(cu_seqlens[:-1], spans))[None],
-            cu_seqlens=cu_seqlens,
-            max_seqlen=int(spans.max(initial=0)),
-        )
+        return {
+            "tokens": tokens_T[None],
+            "labels": labels_T[None],
+            "loss_mask": loss_mask_T[None],
+            "position_ids": (np.arange(len(tokens_T)) - np.repeat(cu_seqlens[:-1], spans))[None],
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": int(spans.max(initial=0)),
+        }
 
     def num_loss_tokens(self, samples: Sequence[int] | np.ndarray) -> int:
         """Return the sum of the loss masks of some samples, without reading a token."""

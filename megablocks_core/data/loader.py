@@ -4,14 +4,11 @@ Dimensions: B samples of a global batch, b of a micro-batch, S tokens of a sampl
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megablocks_core.groups import LOCAL, Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Samples(Protocol):
@@ -31,7 +28,7 @@ class Samples(Protocol):
 class Step(NamedTuple):
     """One optimizer step: this rank's batches, and the loss tokens of all ranks' together."""
 
-    micro_batches: list[dict[str, "Tensor | int"]]
+    micro_batches: list[dict[str, Any]]
     num_tokens: int
 
 
@@ -111,7 +108,7 @@ class Loader:
         return step
 
 
-def as_tensors(batch: Mapping[str, Any]) -> dict[str, "Tensor | int"]:
+def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch with its NumPy arrays as torch tensors over the same memory."""
     import torch
 

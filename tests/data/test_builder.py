@@ -1,0 +1,364 @@
+"""The writer's bytes are the format's, ids never wrap, and half a dataset never shows."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megablocks_core.data import IndexedDataset, IndexedDatasetBuilder, builder, smallest_dtype
+
+# In the order of their codes, 1 to 8.
+DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"]
+
+
+def test_writes_the_bytes_of_the_format(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.uint16) as builder:
+        builder.add_item([1, 2])
+        builder.end_document()
+        builder.add_item([515])
+        builder.end_document()
+    index = (
+        b"MMIDIDX\0\0"  # magic
+        b"\1\0\0\0\0\0\0\0"  # version
+        b"\x08"  # uint16
+        b"\2\0\0\0\0\0\0\0"  # sequences
+        b"\3\0\0\0\0\0\0\0"  # document indices
+        b"\2\0\0\0\1\0\0\0"  # lengths
+        b"\0\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0"  # pointers
+        b"\0\0\0\0\0\0\0\0\1\0\0\0\0\0\0\0\2\0\0\0\0\0\0\0"  # document indices
+    )
+    assert len(index) == 82
+    assert (tmp_path / "a.idx").read_bytes() == index
+    assert (tmp_path / "a.bin").read_bytes() == b"\1\0\2\0\3\2"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(-128, 127), max_size=4), max_size=4)),
+    dtype=st.sampled_from(["int8", "int16", "int32", "int64", "float32", "float64"]),
+)
+def test_round_trip(tmp_path_factory, documents, dtype):
+    prefix = tmp_path_factory.mktemp("d") / "a"
+    with IndexedDatasetBuilder(prefix, dtype=dtype) as builder:
+        for i, document in enumerate(documents):
+            if i % 2:
+                whole = np.array(sum(document, []), dtype)
+                builder.add_document(whole, [len(part) for part in document])
+            else:
+                for part in document:
+                    builder.add_item(np.array(part, dtype))
+                builder.end_document()
+    dataset = IndexedDataset(prefix)
+    bounds = dataset.document_indices.tolist()
+    assert dataset.dtype == dtype
+    assert [
+        [part.tolist() for part in dataset[first:last]]
+        for first, last in zip(bounds[:-1], bounds[1:], strict=True)
+    ] == documents
+
+
+def test_takes_lists_arrays_and_tensors_of_any_layout(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32) as builder:
+        builder.add_document(range(3))
+        builder.add_document(np.arange(6)[::-2])
+        builder.add_document(torch.tensor([7, 8]))
+        builder.add_document(np.arange(3, dtype=">i8"))
+    read = [x.tolist() for x in IndexedDataset(tmp_path / "a")]
+    assert read == [[0, 1, 2], [5, 3, 1], [7, 8], [0, 1, 2]]
+
+
+def test_long_sequences_are_converted_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(builder, "PIECE", 7)
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.uint16) as writer:
+        writer.add_document(np.arange(100))
+    assert IndexedDataset(tmp_path / "a")[0].tolist() == list(range(100))
+
+
+def test_f_109_merging_keeps_document_borders(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32) as builder:
+        builder.add_document([1], [1])
+        builder.add_document([2, 3, 4], [1, 2])
+    with IndexedDatasetBuilder(tmp_path / "b", dtype=np.int32) as builder:
+        builder.add_document([5, 6, 7], [2, 1])
+    with IndexedDatasetBuilder(tmp_path / "c", dtype=np.int32) as builder:
+        builder.add_index(tmp_path / "a")
+        builder.add_index(tmp_path / "b")
+    merged = IndexedDataset(tmp_path / "c")
+    assert merged.sequence_lengths.tolist() == [1, 1, 2, 2, 1]
+    assert merged.document_indices.tolist() == [0, 1, 3, 5]
+    assert merged.document_indices[-1] == len(merged)
+    assert [x.tolist() for x in merged] == [[1], [2], [3, 4], [5, 6], [7]]
+
+
+def test_f_110_datasets_of_two_dtypes_merge_by_value_or_not_at_all(tmp_path):
+    for name, dtype, ids in (("a", np.uint16, [1, 65535]), ("b", np.int32, [2, 65536])):
+        with IndexedDatasetBuilder(tmp_path / name, dtype=dtype) as builder:
+            builder.add_document(ids)
+    with IndexedDatasetBuilder(tmp_path / "wide", dtype=np.int32) as builder:
+        builder.add_index(tmp_path / "a")
+        builder.add_index(tmp_path / "b")
+    assert [x.tolist() for x in IndexedDataset(tmp_path / "wide")] == [[1, 65535], [2, 65536]]
+
+    with IndexedDatasetBuilder(tmp_path / "narrow", dtype=np.uint16) as builder:
+        builder.add_index(tmp_path / "a")
+        with pytest.raises(ValueError, match="65536 .given as int32.*stored as uint16"):
+            builder.add_index(tmp_path / "b")
+    assert [x.tolist() for x in IndexedDataset(tmp_path / "narrow")] == [[1, 65535]]
+
+
+@pytest.mark.parametrize("code", range(1, 9))
+def test_f_110_all_dtype_codes_round_trip(tmp_path, code):
+    dtype = np.dtype(DTYPES[code - 1])
+    ids = [0, 1, 127]
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=dtype) as builder:
+        builder.add_document(np.array(ids, dtype))
+    with IndexedDatasetBuilder(tmp_path / "b", dtype=dtype) as builder:
+        builder.add_index(tmp_path / "a")
+    assert (tmp_path / "b.idx").read_bytes()[17] == code
+    assert (tmp_path / "b.bin").read_bytes() == np.array(ids, dtype).tobytes()
+    assert IndexedDataset(tmp_path / "b").dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        (1, "uint8"),
+        (256, "uint8"),
+        (257, "uint16"),
+        (65499, "uint16"),
+        (65500, "uint16"),
+        (65536, "uint16"),
+        (65537, "int32"),
+        (2**31, "int32"),
+        (2**31 + 1, "int64"),
+    ],
+)
+def test_f_111_the_smallest_dtype_holds_every_id(vocab_size, dtype):
+    assert smallest_dtype(vocab_size).name == dtype
+    assert vocab_size - 1 <= np.iinfo(dtype).max
+
+
+@pytest.mark.parametrize("vocab_size", [0, -1, 2**63 + 1])
+def test_no_dtype_for_an_impossible_vocabulary(vocab_size):
+    with pytest.raises(ValueError, match=f"vocab_size={vocab_size} must be"):
+        smallest_dtype(vocab_size)
+
+
+@pytest.mark.parametrize("token", [70000, 65536, -1])
+@pytest.mark.parametrize("container", [list, np.array, torch.tensor])
+def test_f_111_an_id_that_does_not_fit_raises(tmp_path, token, container):
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.uint16) as builder:
+        builder.add_document([1, 65535])
+        with pytest.raises(ValueError, match=f"token id {token} .*must be between 0 and 65535"):
+            builder.add_document(container([2, token, 3]))
+        builder.add_document([4])
+    assert [x.tolist() for x in IndexedDataset(tmp_path / "a")] == [[1, 65535], [4]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens"),
+    [
+        ("int32", [1.0, 2.5]),
+        ("int32", ["a"]),
+        ("int64", [2**63, 1]),
+        ("int64", np.array([2**63], np.uint64)),
+        ("int64", [2**70]),
+        ("float32", np.array([0.1])),
+        ("float32", [2**24 + 1]),
+        ("uint16", [[1, 2]]),
+        ("uint16", 5),
+    ],
+)
+def test_tokens_that_are_not_a_row_of_fitting_numbers_raise(tmp_path, dtype, tokens):
+    with (
+        IndexedDatasetBuilder(tmp_path / "a", dtype=dtype) as builder,
+        pytest.raises(ValueError, match="token.* must "),
+    ):
+        builder.add_item(tokens)
+    assert len(IndexedDataset(tmp_path / "a")) == 0
+
+
+def test_f_112_pointers_are_64_bit():
+    pointers = builder.pointers(np.array([2**30] * 3, np.int32), 4)
+    assert pointers.dtype == np.int64
+    assert pointers.tolist() == [0, 2**32, 2**33]
+    assert builder.pointers(np.array([], np.int32), 4).tolist() == []
+
+
+def test_f_112_a_sequence_longer_than_the_format_holds_is_refused(tmp_path):
+    tokens = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (2**31,), (0,))  # 1 byte
+    with (
+        IndexedDatasetBuilder(tmp_path / "a", dtype=np.uint8) as writer,
+        pytest.raises(ValueError, match="sequence of 2147483648 tokens must have at most"),
+    ):
+        writer.add_item(tokens)
+
+
+@pytest.mark.parametrize("lengths", [[2], [2, 2], [4, -1], []])
+def test_lengths_must_sum_to_the_tokens(tmp_path, lengths):
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32) as writer:
+        with pytest.raises(ValueError, match="sum to the 3 tokens"):
+            writer.add_document([1, 2, 3], lengths)
+        writer.add_document([4])
+    assert [x.tolist() for x in IndexedDataset(tmp_path / "a")] == [[4]]
+
+
+def test_sequences_outside_documents_are_refused(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "other", dtype=np.int32) as writer:
+        writer.add_document([1])
+    writer = IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32)
+    writer.add_item([1])
+    with pytest.raises(ValueError, match=r"1 sequences must be closed .* before finish"):
+        writer.finish()
+    with pytest.raises(ValueError, match=r"1 sequences must be closed .* before add_index"):
+        writer.add_index(tmp_path / "other")
+    writer.end_document()
+    writer.finish()
+    assert len(IndexedDataset(tmp_path / "a")) == 1
+
+
+def test_modes_are_not_dropped_in_silence(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32) as writer:
+        writer.add_document([1])
+    with open(tmp_path / "a.idx", "ab") as file:
+        file.write(b"\1")
+    with (
+        IndexedDatasetBuilder(tmp_path / "b", dtype=np.int32) as writer,
+        pytest.raises(ValueError, match="has modes"),
+    ):
+        writer.add_index(tmp_path / "a")
+
+
+def test_a_dtype_outside_the_format_is_refused(tmp_path):
+    for dtype in (np.uint32, np.complex64, bool):
+        with pytest.raises(ValueError, match="must be one of uint8, int8"):
+            IndexedDatasetBuilder(tmp_path / "a", dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_what_exists_is_not_overwritten(tmp_path, suffix):
+    (tmp_path / f"a{suffix}").write_bytes(b"precious")
+    with pytest.raises(FileExistsError, match=f"a{suffix} exists"):
+        IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32)
+    assert [p.name for p in tmp_path.iterdir()] == [f"a{suffix}"]
+    assert (tmp_path / f"a{suffix}").read_bytes() == b"precious"
+
+
+def test_of_two_builders_the_second_to_finish_fails(tmp_path):
+    first, second = (IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32) for _ in range(2))
+    first.add_document([1])
+    second.add_document([2])
+    second.finish()
+    with pytest.raises(FileExistsError):
+        first.finish()
+    assert IndexedDataset(tmp_path / "a")[0].tolist() == [2]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_overwrite_replaces_and_can_extend_what_it_replaces(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32) as writer:
+        writer.add_document([1, 2])
+    old = IndexedDataset(tmp_path / "a")
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32, overwrite=True) as writer:
+        writer.add_index(tmp_path / "a")
+        writer.add_document([3])
+    assert [x.tolist() for x in IndexedDataset(tmp_path / "a")] == [[1, 2], [3]]
+    assert old[0].tolist() == [1, 2]  # an open reader keeps the old files
+
+
+def test_an_exception_publishes_nothing_and_leaves_nothing(tmp_path):
+    with (
+        pytest.raises(RuntimeError, match="stop"),
+        IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32) as writer,
+    ):
+        writer.add_document([1])
+        raise RuntimeError("stop")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forgotten_builder_leaves_nothing(tmp_path):
+    writer = IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32)
+    writer.add_document([1])
+    assert len(list(tmp_path.iterdir())) == 1
+    del writer
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_builder_takes_nothing_more(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32) as writer:
+        writer.add_document([1])
+        writer.finish()  # the end of the block then has nothing to do
+    for late in (lambda: writer.add_document([2]), lambda: writer.add_item([2]), writer.finish):
+        with pytest.raises(ValueError, match="is finished or discarded"):
+            late()
+    assert len(IndexedDataset(tmp_path / "a")) == 1
+
+
+class FullDisk(OSError):
+    pass
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("call", ["fsync", "replace", "open"])
+@pytest.mark.parametrize("failing", range(4))
+def test_a_failure_at_any_step_leaves_the_old_the_new_or_nothing(
+    tmp_path, monkeypatch, overwrite, call, failing
+):
+    if overwrite:
+        with IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32) as writer:
+            writer.add_document([1])
+    writer = IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32, overwrite=overwrite)
+    writer.add_document([2, 3])
+    calls, real = [], getattr(os, call)
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == failing + 1:
+            raise FullDisk
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        try:
+            writer.finish()
+        except FullDisk:
+            assert len(calls) == failing + 1
+    names = sorted(p.name for p in tmp_path.iterdir())
+    if "a.idx" in names:
+        assert names == ["a.bin", "a.idx"]
+        assert IndexedDataset(tmp_path / "a")[0].tolist() in ([1], [2, 3])
+    else:
+        assert names in ([], ["a.bin"])
+
+
+def test_a_failed_write_discards_everything(tmp_path):
+    writer = IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32)
+    os.close(writer._tokens.fileno())  # the next flush fails as on a full disk
+    with pytest.raises(OSError):  # noqa: PT011
+        writer.add_document(np.arange(1 << 20))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="is finished or discarded"):
+        writer.add_document([1])
+
+
+def test_a_killed_writer_leaves_nothing_that_opens(tmp_path):
+    program = (
+        "import os, signal, sys\n"
+        "from megablocks_core.data import IndexedDatasetBuilder\n"
+        "builder = IndexedDatasetBuilder(sys.argv[1], dtype='int32')\n"
+        "builder.add_document(range(1 << 19))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "a")], check=False)
+    assert done.returncode == -9
+    with pytest.raises(FileNotFoundError):
+        IndexedDataset(tmp_path / "a")
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32) as writer:
+        writer.add_document([1])
+    assert IndexedDataset(tmp_path / "a")[0].tolist() == [1]

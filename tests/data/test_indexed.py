@@ -1,0 +1,230 @@
+"""The reader gives back what the format says, and refuses what it cannot mean."""
+
+import pickle
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megablocks_core.data import IndexedDataset, indexed
+
+CODES = ["B", "b", "h", "i", "q", "d", "f", "H"]  # struct letters of the dtype codes 1 to 8
+
+
+def files(sequences, documents, *, code=4, modes=b""):
+    """Return the bytes of an index and its tokens, packed one number at a time."""
+    letter = CODES[code - 1]
+    tokens, pointers = b"", []
+    for sequence in sequences:
+        pointers.append(len(tokens))
+        tokens += struct.pack(f"<{len(sequence)}{letter}", *sequence)
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sequences), len(documents))
+    index += struct.pack(f"<{len(sequences)}i", *map(len, sequences))
+    index += struct.pack(f"<{len(pointers)}q", *pointers)
+    index += struct.pack(f"<{len(documents)}q", *documents)
+    return index + modes, tokens
+
+
+def write(path, index, tokens):
+    prefix = path / "data"
+    prefix.with_suffix(".idx").write_bytes(index)
+    prefix.with_suffix(".bin").write_bytes(tokens)
+    return prefix
+
+
+SEQUENCES = [[1, 2, 3], [], [4], [5, 6]]
+DOCUMENTS = [0, 2, 2, 4]
+
+
+@pytest.mark.parametrize("code", range(1, 9))
+def test_reads_every_dtype(tmp_path, code):
+    dataset = IndexedDataset(write(tmp_path, *files(SEQUENCES, DOCUMENTS, code=code)))
+    assert dataset.dtype == np.dtype(CODES[code - 1])
+    assert [x.tolist() for x in dataset] == SEQUENCES
+    assert dataset.sequence_lengths.tolist() == [3, 0, 1, 2]
+    assert dataset.document_indices.tolist() == DOCUMENTS
+    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (4, 3, 6)
+    assert dataset.sequence_modes is None
+    dataset.verify()
+
+
+def test_reads_modes_where_the_file_has_them(tmp_path):
+    index = files(SEQUENCES, DOCUMENTS, modes=bytes([0, 1, 1, 0]))
+    modes = IndexedDataset(write(tmp_path, *index)).sequence_modes
+    assert modes is not None
+    assert modes.tolist() == [0, 1, 1, 0]
+
+
+def test_slices_parts_and_ends(tmp_path):
+    dataset = IndexedDataset(write(tmp_path, *files(SEQUENCES, DOCUMENTS)))
+    assert [x.tolist() for x in dataset[2:]] == SEQUENCES[2:]
+    assert [x.tolist() for x in dataset[::-2]] == SEQUENCES[::-2]
+    assert dataset[-1].tolist() == [5, 6]
+    assert dataset.get(0, 1).tolist() == [2, 3]
+    assert dataset.get(0, 1, 1).tolist() == [2]
+    assert dataset.get(0, 3).tolist() == []
+    for outside in (4, -5):
+        with pytest.raises(IndexError, match="of 4"):
+            dataset[outside]
+    for offset, length in ((4, None), (-1, None), (1, 3), (0, -1)):
+        with pytest.raises(ValueError, match="must lie inside sequence 0 of 3 tokens"):
+            dataset.get(0, offset, length)
+
+
+def test_copies_nothing_and_lets_nothing_be_written(tmp_path):
+    dataset = IndexedDataset(write(tmp_path, *files(SEQUENCES, DOCUMENTS)))
+    for part in (dataset[0], dataset[1:3][1], dataset.get(3, 1)):
+        assert np.shares_memory(part, dataset.tokens)
+    with pytest.raises(ValueError, match="read-only"):
+        dataset[0][0] = 7
+
+
+def test_pickles_as_its_prefix(tmp_path):
+    prefix = write(tmp_path, *files([list(range(100_000))], [0, 1]))
+    pickled = pickle.dumps(IndexedDataset(prefix))
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled)[0][-1] == 99_999
+
+
+@pytest.mark.parametrize("documents", [[0], [0, 0, 0]])
+def test_an_empty_dataset_opens(tmp_path, documents):
+    dataset = IndexedDataset(write(tmp_path, *files([], documents)))
+    assert (len(dataset), dataset.num_tokens) == (0, 0)
+    assert dataset.num_documents == len(documents) - 1
+    assert dataset.document_start(0) == 0
+    assert dataset[:] == []
+    assert dataset.document_starts(0, 10).tolist() == []
+
+
+@given(
+    lengths=st.lists(st.integers(0, 4), max_size=12),
+    cuts=st.lists(st.integers(0, 12), max_size=6),
+    start=st.integers(0, 50),
+    length=st.integers(0, 50),
+)
+def test_document_starts_are_those_of_a_plain_scan(tmp_path_factory, lengths, cuts, start, length):
+    ends = sorted(min(cut, len(lengths)) for cut in cuts) + [len(lengths)]
+    sequences = [[0] * n for n in lengths]
+    dataset = IndexedDataset(write(tmp_path_factory.mktemp("d"), *files(sequences, [0, *ends])))
+    places = [sum(lengths[:s]) for s in [0, *ends]]
+    assert [dataset.document_start(d) for d in range(len(places))] == places
+    stop = min(start + length, sum(lengths))
+    expected = sorted({place for place in places[:-1] if start <= place < stop})
+    assert dataset.document_starts(start, start + length).tolist() == expected
+
+
+def test_f_107_a_short_token_file_is_refused_on_opening(tmp_path):
+    index, tokens = files([[1, 2, 3, 4]] * 3, [0, 3])
+    prefix = write(tmp_path, index, tokens[:-7])
+    with pytest.raises(ValueError) as caught:
+        IndexedDataset(prefix)
+    for part in ("holds 41 bytes", "must hold 48", f"{prefix}.bin", f"{prefix}.idx"):
+        assert part in str(caught.value)
+
+
+FAULTS = {
+    "header cut": (lambda index: index[:20], "holds 20 bytes, its header alone takes 34"),
+    "empty": (lambda index: b"", "holds 0 bytes"),
+    "magic": (lambda index: b"X" + index[1:], "must begin with"),
+    "version": (lambda index: index[:9] + b"\2" + index[10:], "version 2 must be 1"),
+    "dtype code": (lambda index: index[:17] + b"\x09" + index[18:], "dtype code 9 must be one of"),
+    "sequence count": (lambda index: index[:18] + b"\5" + index[19:], "its 5 sequences"),
+    "huge count": (lambda index: index[:18] + b"\xff" * 8 + index[26:], "its 18446744073709551615"),
+    "document count": (lambda index: index[:26] + b"\5" + index[27:], "5 document indices"),
+    "cut": (lambda index: index[:-1], "holds 113 bytes, must hold 114"),
+    "longer": (lambda index: index + b"\0", "holds 115 bytes, must hold 114"),
+    "first pointer": (lambda index: index[:50] + b"\4" + index[51:], "must begin at byte 0"),
+    "middle pointer": (
+        lambda index: index[:66] + b"\x08" + index[67:],
+        "sequence 2 begins at byte 8, must begin at byte 12, where sequence 1 ends",
+    ),
+    "last pointer": (lambda index: index[:74] + b"\x14" + index[75:], "must hold 28"),
+    "length": (lambda index: index[:34] + b"\2" + index[35:], "must begin at byte 8"),
+    "negative length": (
+        lambda index: index[:38] + b"\xff" * 4 + index[42:],
+        "sequence 1 has -1 tokens",
+    ),
+    "first document": (lambda index: index[:82] + b"\1" + index[83:], "must begin at sequence 0"),
+    "documents not monotone": (
+        lambda index: index[:90] + b"\3" + index[91:],
+        "document 1 ends at sequence 2, must not end before sequence 3",
+    ),
+    "last document": (lambda index: index[:106] + b"\3" + index[107:], "must end at sequence 4"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_index_is_refused_by_name(tmp_path, fault):
+    damage, message = FAULTS[fault]
+    index, tokens = files(SEQUENCES, DOCUMENTS)
+    prefix = write(tmp_path, damage(index), tokens)
+    with pytest.raises(ValueError) as caught:
+        IndexedDataset(prefix)
+    assert str(prefix) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_an_index_without_document_indices_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="0 document indices, must have at least 1"):
+        IndexedDataset(write(tmp_path, *files([], [])))
+
+
+def test_every_truncation_is_refused(tmp_path):
+    index, tokens = files(SEQUENCES, DOCUMENTS)
+    for length in range(len(index)):
+        with pytest.raises(ValueError, match="data.idx"):
+            IndexedDataset(write(tmp_path, index[:length], tokens))
+    for length in range(len(tokens)):
+        with pytest.raises(ValueError, match="data.bin"):
+            IndexedDataset(write(tmp_path, index, tokens[:length]))
+
+
+def test_every_flipped_bit_is_refused_or_harmless(tmp_path):
+    """Nothing in the format tells a moved border between documents from the right one."""
+    index, tokens = files(SEQUENCES, DOCUMENTS)
+    accepted = {}
+    for bit in range(8 * len(index)):
+        changed = bytearray(index)
+        changed[bit // 8] ^= 1 << bit % 8
+        try:
+            dataset = IndexedDataset(write(tmp_path, bytes(changed), tokens))
+        except ValueError:
+            continue
+        assert [len(x) for x in dataset] == [3, 0, 1, 2]
+        accepted[bit // 8] = dataset
+    assert set(accepted) <= {*range(90, 106)}  # the inner document indices
+    for dataset in accepted.values():
+        assert [x.tolist() for x in dataset] == SEQUENCES
+
+
+def test_a_missing_file_is_named(tmp_path):
+    prefix = write(tmp_path, *files(SEQUENCES, DOCUMENTS))
+    prefix.with_suffix(".bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"data\.bin"):
+        IndexedDataset(prefix)
+
+
+def test_a_long_index_is_checked_where_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "CHECKED_ON_OPEN", 2)
+    index, tokens = files(SEQUENCES, DOCUMENTS)
+    prefix = write(tmp_path, index[:66] + b"\x08" + index[67:], tokens)
+    dataset = IndexedDataset(prefix)  # sees both ends only
+    assert dataset[0].tolist() == [1, 2, 3]
+    for read in (lambda: dataset[2], lambda: dataset[1], dataset.verify):
+        with pytest.raises(ValueError, match="must"):
+            read()
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 100])
+def test_verify_in_pieces_sees_faults_at_their_borders(tmp_path, monkeypatch, piece):
+    index, tokens = files(SEQUENCES, DOCUMENTS)
+    sound = write(tmp_path, index, tokens)
+    monkeypatch.setattr(indexed, "CHECKED_ON_OPEN", piece)
+    IndexedDataset(sound).verify()
+    for fault in ("middle pointer", "length", "negative length", "documents not monotone"):
+        damage, message = FAULTS[fault]
+        with pytest.raises(ValueError) as caught:
+            IndexedDataset(write(tmp_path, damage(index), tokens)).verify()
+        assert message in str(caught.value)
