@@ -115,7 +115,11 @@ class DecoderSpec:
         return cls(**values)
 
     def to_hf(self) -> dict[str, Any]:
-        """The config that ``from_hf`` reads, in the form every transformers version reads."""
+        """The config that ``from_hf`` reads, in the form every transformers version reads.
+
+        Raises:
+            ValueError: A feature that configs of this family cannot name.
+        """
         config: dict[str, Any] = {
             "architectures": [_ARCHITECTURES[self.family]],
             "model_type": self.family,
@@ -124,11 +128,12 @@ class DecoderSpec:
             "rope_scaling": None if self.rope_scaling is None else dict(self.rope_scaling),
             **self.extra,
         }
-        for name, fixed in _FAMILIES[self.family].items():
-            if getattr(self, name) != fixed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must be {fixed} in the family {self.family!r}"
-                )
+        fixed = _FAMILIES[self.family]
+        for name in ("qk_norm", "attention_bias", "mlp_bias"):
+            value = getattr(self, name)
+            if value != fixed.get(name, bool(value)):
+                raise ValueError(f"{name}={value!r} has no place in a config of {self.family!r}")
+        for name in fixed:
             config.pop(name, None)
         if self.family == "mistral":
             config["sliding_window"] = None
@@ -191,6 +196,7 @@ class _Entries:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.left = {key: value for key, value in config.items() if value is not None}
+        self.null = config.keys() - self.left.keys()
 
     def __contains__(self, key: str) -> bool:
         return key in self.left
@@ -230,8 +236,7 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
 def _rope(entries: _Entries) -> dict[str, Any]:
     """Base and scaling, from ``rope_parameters`` (transformers 5) or the two older entries."""
     scaling = dict(entries.take("rope_scaling", {})) | dict(entries.take("rope_parameters", {}))
-    base = scaling.pop("rope_theta", None) or entries.take("rope_theta", 10000.0)
-    entries.take("rope_theta")
+    base = scaling.pop("rope_theta", entries.take("rope_theta", 10000.0))
     turned = scaling.pop("partial_rotary_factor", entries.take("partial_rotary_factor", 1.0))
     if turned != 1:
         raise ValueError(f"partial_rotary_factor={turned} must be 1")
@@ -246,11 +251,13 @@ def _rope(entries: _Entries) -> dict[str, Any]:
 
 def _refuse_windows(entries: _Entries, family: str) -> None:
     """Sliding windows change the function: only configs without them are read."""
-    if family == "mistral" and entries.peek("sliding_window") is not None:
-        raise ValueError(f"sliding_window={entries.peek('sliding_window')} must be null")
-    if entries.take("use_sliding_window", False):
-        raise ValueError("use_sliding_window=True must be False")
-    entries.take("sliding_window")
+    if family == "mistral" and "sliding_window" not in entries.null:
+        window = entries.peek("sliding_window")
+        raise ValueError(f"sliding_window={window} must be null (without it mistral has one)")
+    if family.startswith("qwen"):
+        window, used = entries.take("sliding_window"), entries.take("use_sliding_window", False)
+        if used:
+            raise ValueError(f"use_sliding_window=True (of {window} tokens) must be False")
     other = set(entries.take("layer_types", ())) - {"full_attention"}
     if other:
         raise ValueError(f"layer_types must be full_attention throughout, not {sorted(other)}")

@@ -1,0 +1,31 @@
+"""Layers of a decoder-only language model, each usable alone, and the model they make."""
+
+from megablocks_core.layers.attention import Attention as Attention
+from megablocks_core.layers.decoder import Decoder as Decoder
+from megablocks_core.layers.decoder import DecoderLayer as DecoderLayer
+from megablocks_core.layers.decoder import DecoderOutput as DecoderOutput
+from megablocks_core.layers.head import VocabParallelHead as VocabParallelHead
+from megablocks_core.layers.mlp import MLP as MLP
+from megablocks_core.layers.mlp import GatedMLP as GatedMLP
+from megablocks_core.layers.norm import LayerNorm as LayerNorm
+from megablocks_core.layers.norm import RMSNorm as RMSNorm
+from megablocks_core.layers.norm import on_part as on_part
+from megablocks_core.layers.rotary import RotaryEmbedding as RotaryEmbedding
+from megablocks_core.layers.rotary import rotate as rotate
+from megablocks_core.layers.spec import DecoderSpec as DecoderSpec
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Decoder",
+    "DecoderLayer",
+    "DecoderOutput",
+    "DecoderSpec",
+    "GatedMLP",
+    "LayerNorm",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "VocabParallelHead",
+    "on_part",
+    "rotate",
+]

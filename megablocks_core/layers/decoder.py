@@ -1,0 +1,298 @@
+"""A decoder-only language model (Llama, https://arxiv.org/abs/2302.13971, and its kin).
+
+Dimensions: T tokens, H hidden size, V vocabulary, E documents. A lowercase letter is this
+rank's share of the capital one; under sequence parallelism t = T / tp.size.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from megablocks_core.groups import LOCAL, Group, Mesh, marks
+from megablocks_core.layers.attention import Attention
+from megablocks_core.layers.attention.causal import document_positions
+from megablocks_core.layers.head import VocabParallelHead
+from megablocks_core.layers.linear import LinearFactory, blank_linear
+from megablocks_core.layers.mlp import GatedMLP
+from megablocks_core.layers.norm import RMSNorm, on_part
+from megablocks_core.layers.rotary import RotaryEmbedding
+from megablocks_core.layers.spec import DecoderSpec
+from megablocks_core.parallel.embedding import VocabParallelEmbedding
+from megablocks_core.parallel.initial import draw_key, key_of, normal_
+
+
+class DecoderOutput(NamedTuple):
+    """What a ``Decoder`` gives.
+
+    Attributes:
+        logits: [... T v], or [... T V] if gathered.
+        losses: Name of an auxiliary loss to its (sum, count) in each layer.
+    """
+
+    logits: Tensor
+    losses: dict[str, list[tuple[Tensor, Tensor]]]
+
+
+class DecoderLayer(nn.Module):
+    """One block: ``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
+
+    Maps ``x`` [... T H] to ``y`` [... T H]. Forward sends 2 all-reduces and backward 2; under
+    sequence parallelism ``x`` and ``y`` hold this rank's tokens [... t H], forward sends 2
+    all-gathers and 2 reduce-scatters, and backward these and 2 gathers of inputs again. All
+    norms whose weights a rank uses on a part (of tokens, or of query and key heads) share one
+    small all-reduce more in backward.
+
+    Args:
+        hidden_size: H.
+        attention: Called as ``Attention`` is.
+        feed_forward: From tensor to tensor.
+        norm: Builds a norm from ``hidden_size``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        attention: Attention,
+        feed_forward: nn.Module,
+        norm: Callable[[int], nn.Module],
+    ) -> None:
+        super().__init__()
+        self.self_attn = attention
+        self.mlp = feed_forward
+        self.input_layernorm = norm(hidden_size)
+        self.post_attention_layernorm = norm(hidden_size)
+
+    def forward(self, x_TH: Tensor, **attention_inputs: Any) -> Tensor:
+        """Apply the block; keyword arguments are those of the attention."""
+        first_norm, second_norm, *head_norms = self._norms()
+        x_TH = x_TH + self.self_attn(first_norm(x_TH), norms=head_norms, **attention_inputs)
+        return x_TH + self.mlp(second_norm(x_TH))
+
+    def _norms(self) -> list[Callable[[Tensor], Tensor]]:
+        attention = self.self_attn
+        of_tokens = [self.input_layernorm, self.post_attention_layernorm]
+        of_heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+        if attention.sequence_parallel:
+            return on_part(*of_tokens, *of_heads, group=attention.tp)
+        return [*of_tokens, *on_part(*of_heads, group=attention.tp)]
+
+
+class _Trunk(nn.Module):
+    """The parts of a decoder before its head, under Hugging Face's names."""
+
+    def __init__(
+        self, embed_tokens: VocabParallelEmbedding, layers: list[DecoderLayer], norm: nn.Module
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+
+
+class Decoder(nn.Module):
+    """Logits of the next token, for every token.
+
+    Maps tokens [... T], equal on every tensor-parallel rank, to logits [... T v], cut over
+    the vocabulary, as ``vocab_parallel_cross_entropy`` takes them. Parameters have the names
+    and layouts of Hugging Face's Llama, Qwen and Mistral. Forward sends the messages of its
+    blocks and one all-reduce of the embeddings, backward those of its blocks and one
+    all-reduce at the head; under sequence parallelism a reduce-scatter and an all-gather take
+    the place of each, backward gathers the head's input again, and the last norm's weight
+    costs one small all-reduce. A number of tokens that does not divide evenly is padded
+    inside. ``docs/traffic.md`` has the formulas.
+
+    One draw from torch's default generator is the seed of all values; each depends on that,
+    its parameter's name and its place in the whole tensor alone.
+
+    Args:
+        spec: Sizes and features.
+        mesh: Its axis ``tp`` cuts the model; default one process. Tokens over ``dp`` are the
+            caller's business.
+        sequence_parallel: Between blocks every rank holds a slice of the tokens.
+        recompute: Not served yet.
+        linear: Builds the projections of attention and feed-forward layers; see
+            ``layers.linear.parallel_linear`` for what it is called with.
+        norm: Builds the norms; called as ``RMSNorm`` is.
+        experts: Not served yet: no spec has experts.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: Sizes do not divide evenly over ``tp``, the mesh has an axis that is not
+            served (``pp``, ``cp``), or an argument is not served yet.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        *,
+        mesh: Mesh | None = None,
+        sequence_parallel: bool = False,
+        recompute: None = None,
+        linear: LinearFactory | None = None,
+        norm: Callable[..., nn.Module] | None = None,
+        experts: None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse(recompute=recompute, experts=experts, mesh=mesh)
+        self.spec = spec
+        self.tp = LOCAL if mesh is None else mesh.group("tp")
+        self.sequence_parallel = sequence_parallel
+        self.rotary = RotaryEmbedding(
+            spec.head_dim, base=spec.rope_base, scaling=spec.rope_scaling
+        )
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        parallel = {"sequence_parallel": sequence_parallel, **place}
+        make_norm = partial(norm or RMSNorm, eps=spec.norm_eps, **place)
+        layers = [
+            _layer(spec, self.tp, self.rotary, linear or blank_linear, make_norm, parallel)
+            for _ in range(spec.num_layers)
+        ]
+        # Values are drawn once, at the end.
+        blank = {**parallel, "group": self.tp, "device": "meta"}
+        where = torch.get_default_device() if device is None else device
+        embedding = VocabParallelEmbedding(
+            spec.vocab_size, spec.hidden_size, padding_idx=spec.pad_token_id, **blank
+        )
+        head = VocabParallelHead(spec.hidden_size, spec.vocab_size, **blank)
+        self.model = _Trunk(
+            embedding.to_empty(device=where), layers, make_norm(spec.hidden_size)
+        )
+        self.lm_head = head.to_empty(device=where)
+        self._tie()
+        self.register_load_state_dict_post_hook(lambda module, _: module._tie())
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
+        """Draw matrices with deviation ``spec.initializer_range`` and set biases to zero.
+
+        Norms draw nothing: they reset themselves.
+        """
+        seed = draw_key() if seed is None else seed
+        for name, parameter, specs in marks(self):
+            if parameter.dim() >= 2:
+                key = key_of(seed, prefix + name)
+                normal_(parameter, key=key, std=self.spec.initializer_range, specs=specs)
+            elif name.endswith("bias"):
+                parameter.zero_()
+        for part in self.modules():
+            if _is_norm(part):
+                part.reset_parameters()
+        embedding = self.model.embed_tokens
+        padding, rows = embedding.padding_idx, embedding.rows
+        if padding is not None and rows.start <= padding < rows.stop:
+            embedding.weight[padding - rows.start].zero_()
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cu_seqlens_padded: Tensor | None = None,
+        gather_logits: bool = False,
+    ) -> DecoderOutput:
+        """Logits for rows of tokens, or for documents packed into one row.
+
+        Args:
+            tokens_T: Ids [... T]; one row, [T] or [1 T], with documents.
+            positions: Every token's position [T] or [... T]; default 0, 1, 2, ... in each row
+                or document.
+            cu_seqlens: Sums of the documents' lengths, from 0 [E+1]; each document attends to
+                itself alone.
+            max_seqlen: Length of the longest document, for back ends that ask for it.
+            cu_seqlens_padded: Where documents are stored, if pads lie between them [E+1].
+            gather_logits: All-gather the logits; all ranks must go on with them alike.
+        """
+        num_tokens = tokens_T.shape[-1]
+        if positions is None and cu_seqlens is not None:
+            positions = document_positions(num_tokens, cu_seqlens, cu_seqlens_padded)
+        elif positions is None:
+            positions = torch.arange(num_tokens, device=tokens_T.device)
+        if self.sequence_parallel:
+            # Pads come last and belong to no document, so that no token attends to them.
+            missing = -num_tokens % self.tp.size
+            tokens_T, positions = pad(tokens_T, (0, missing)), pad(positions, (0, missing))
+
+        x_tH = self.model.embed_tokens(tokens_T)
+        tables = self.rotary(positions, dtype=x_tH.dtype)
+        for layer in self.model.layers:
+            x_tH = layer(
+                x_tH,
+                positions=positions,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+                cu_seqlens_padded=cu_seqlens_padded,
+                tables=tables,
+            )
+        (last_norm,) = on_part(self.model.norm, group=self.tp if self.sequence_parallel else LOCAL)
+        logits_Tv = self.lm_head(last_norm(x_tH))[..., :num_tokens, :]
+        return DecoderOutput(self.lm_head.gather(logits_Tv) if gather_logits else logits_Tv, {})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
+        """Move or convert all parameters; ``to_empty`` would otherwise cut the tie."""
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+    def _tie(self) -> None:
+        if self.spec.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+def _refuse(*, recompute: Any, experts: Any, mesh: Mesh | None) -> None:
+    if recompute is not None:
+        raise ValueError(f"recompute={recompute!r} must be None: recomputation is not served yet")
+    if experts is not None:
+        raise ValueError(f"experts={experts!r} must be None: the spec has no experts")
+    for axis in ("pp", "cp"):
+        if mesh is not None and mesh.size(axis) > 1:
+            raise ValueError(f"mesh axis {axis}={mesh.size(axis)} must be 1: it is not served yet")
+
+
+def _is_norm(part: nn.Module) -> bool:
+    own = list(part.parameters(recurse=False))
+    return bool(own) and all(parameter.dim() == 1 for parameter in own)
+
+
+def _layer(
+    spec: DecoderSpec,
+    tp: Group,
+    rotary: RotaryEmbedding,
+    linear: LinearFactory,
+    norm: Callable[..., nn.Module],
+    parallel: dict[str, Any],
+) -> DecoderLayer:
+    attention = Attention(
+        spec.hidden_size,
+        spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        bias=spec.attention_bias,
+        rotary=rotary,
+        linear=linear,
+        norm=norm if spec.qk_norm else None,
+        tp=tp,
+        **parallel,
+    )
+    feed_forward = GatedMLP(
+        spec.hidden_size,
+        spec.ffn_size,
+        activation=spec.activation,
+        bias=spec.mlp_bias,
+        linear=linear,
+        tp=tp,
+        **parallel,
+    )
+    return DecoderLayer(
+        spec.hidden_size, attention=attention, feed_forward=feed_forward, norm=norm
+    )

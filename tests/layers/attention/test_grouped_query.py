@@ -1,0 +1,224 @@
+"""Attention equals one process at any size, with the traffic it promises."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing import assert_close
+
+from megablocks_core.groups import Mesh, gather_from
+from megablocks_core.layers import Attention, RMSNorm, RotaryEmbedding, on_part
+from megablocks_core.testing import assert_parallel_equivalence, ranks
+
+CU_SEQLENS = torch.tensor([0, 3, 4, 7])
+CASES = {
+    "one row": {"positions": torch.arange(8)},
+    "documents and a tail": {
+        "positions": torch.tensor([0, 1, 2, 0, 0, 1, 2, 0]),
+        "cu_seqlens": CU_SEQLENS,
+        "max_seqlen": 3,
+    },
+}
+
+
+@ranks(1, 2, 4)
+def test_every_number_of_kv_heads_equals_one_process():
+    tp = _tp()
+    for num_kv_heads in (4, 2, 1):
+        for inputs in CASES.values():
+            assert_parallel_equivalence(
+                lambda group, num_kv_heads=num_kv_heads: _attention(group, num_kv_heads),
+                {"x_TH": torch.randn(1, 8, 16), **inputs},
+                group=tp,
+                loss=_loss,
+                same_start=True,
+            )
+
+
+@ranks(1, 2, 4)
+def test_cut_tokens_equal_one_process():
+    tp = _tp()
+    for num_kv_heads in (4, 1):
+        for inputs in CASES.values():
+            assert_parallel_equivalence(
+                lambda group, num_kv_heads=num_kv_heads: _attention(
+                    group, num_kv_heads, sequence_parallel=True
+                ),
+                {"x_TH": torch.randn(8, 16), **inputs},
+                group=tp,
+                loss=_loss,
+                split=lambda inputs: {
+                    **inputs,
+                    "x_TH": inputs["x_TH"].chunk(tp.size, dim=-2)[tp.rank],
+                },
+                join=lambda y_TH: gather_from(y_TH, dim=-2, group=tp),
+                same_start=True,
+            )
+
+
+@ranks(2)
+def test_traffic_is_one_message_each_way_and_one_for_shared_weights():
+    tp = _tp()
+    plain = {"num_kv_heads": 2, "norm": None, "bias": False}
+    for options, forward, backward in (
+        (plain, {"all_reduce": 1}, {"all_reduce": 1}),
+        ({**plain, "norm": RMSNorm}, {"all_reduce": 1}, {"all_reduce": 2}),
+        (
+            {**plain, "sequence_parallel": True},
+            {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1},
+            {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1},
+        ),
+        ({**plain, "num_kv_heads": 1}, {"all_reduce": 1}, {"all_reduce": 2}),
+    ):
+        layer = _attention(tp, **options)
+        x_TH = torch.randn(4, 16, requires_grad=True)
+        length = 4 * (tp.size if layer.sequence_parallel else 1)
+        with CommDebugMode() as traffic:
+            y_TH = layer(x_TH, positions=torch.arange(length))
+        assert _counts(traffic) == forward, options
+        with CommDebugMode() as traffic:
+            y_TH.sum().backward()
+        assert _counts(traffic) == backward, options
+
+
+def test_it_is_the_product_of_its_parts():
+    """One head of four, by the dense formula."""
+    layer = Attention(8, 2, num_kv_heads=1, head_dim=4, dtype=torch.float64)
+    x_TH = torch.randn(5, 8, dtype=torch.float64)
+    q, k, v = (proj(x_TH) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    heads = []
+    for head in q.split(4, dim=-1):
+        scores = (head @ k.T / 2).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+        heads.append(scores.softmax(-1) @ v)
+    y_TH = layer(x_TH, positions=torch.arange(5))
+    assert_close(y_TH, layer.o_proj(torch.cat(heads, dim=-1)))
+
+
+def test_documents_in_one_row_equal_documents_alone():
+    layer = _attention(num_kv_heads=2).double()
+    x_TH = torch.randn(7, 16, dtype=torch.float64)
+    positions = torch.tensor([0, 1, 2, 0, 0, 1, 2])
+    y_TH = layer(x_TH, positions=positions, cu_seqlens=CU_SEQLENS)
+    for start, stop in ((0, 3), (3, 4), (4, 7)):
+        alone = layer(x_TH[start:stop], positions=torch.arange(stop - start))
+        assert_close(y_TH[start:stop], alone)
+
+
+def test_f_100_storage_with_pads_equals_documents_alone():
+    layer = _attention(num_kv_heads=2, bias=False).double()
+    x_TH = torch.randn(8, 16, dtype=torch.float64)
+    y_TH = layer(
+        x_TH,
+        positions=torch.arange(4).repeat(2),
+        cu_seqlens=torch.tensor([0, 3, 5]),
+        cu_seqlens_padded=torch.tensor([0, 4, 8]),
+    )
+    assert_close(y_TH[:3], layer(x_TH[:3], positions=torch.arange(3)))
+    assert_close(y_TH[4:6], layer(x_TH[4:6], positions=torch.arange(2)))
+    assert not y_TH[[3, 6, 7]].any()
+
+
+def test_parameters_have_the_names_of_hugging_face():
+    layer = Attention(16, 4, num_kv_heads=2, norm=RMSNorm, bias="qkv")
+    assert {name: tuple(weight.shape) for name, weight in layer.named_parameters()} == {
+        "q_proj.weight": (16, 16),
+        "q_proj.bias": (16,),
+        "k_proj.weight": (8, 16),
+        "k_proj.bias": (8,),
+        "v_proj.weight": (8, 16),
+        "v_proj.bias": (8,),
+        "o_proj.weight": (16, 16),
+        "q_norm.weight": (4,),
+        "k_norm.weight": (4,),
+    }
+
+
+def test_tables_and_norms_of_a_model_are_those_of_the_layer():
+    layer = _attention(num_kv_heads=2)
+    x_TH, positions = torch.randn(5, 16), torch.arange(5)
+    shared = {
+        "tables": layer.rotary(positions),
+        "norms": on_part(layer.q_norm, layer.k_norm, group=layer.tp),
+    }
+    expected = layer(x_TH, positions=positions)
+    assert_close(layer(x_TH, positions=positions, **shared), expected)
+
+
+def test_injected_projections_are_used():
+    modes = []
+
+    def linear(in_features, out_features, *, parallel_mode, bias, device, dtype, **others):
+        modes.append((parallel_mode, bias))
+        return nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+
+    layer = Attention(16, 4, num_kv_heads=2, bias="qkv", linear=linear)
+    assert modes == [("column", True)] * 3 + [("row", False)]
+    assert layer(torch.ones(3, 16), positions=torch.arange(3)).shape == (3, 16)
+
+
+def test_positions_of_other_tokens_raise():
+    with pytest.raises(ValueError, match="positions has 1 tokens and must have 3"):
+        _attention(num_kv_heads=2)(torch.randn(3, 16), positions=torch.arange(1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
+        ({"num_heads": 3}, "num_heads=3 must divide hidden_size=16"),
+    ],
+)
+def test_bad_sizes_raise(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Attention(16, **sizes)
+
+
+@ranks(4)
+def test_heads_that_do_not_divide_over_the_ranks_raise():
+    with pytest.raises(ValueError, match="num_heads=6"):
+        Attention(12, 6, tp=_tp())
+    with pytest.raises(ValueError, match="num_kv_heads=6"):
+        Attention(24, 12, num_kv_heads=6, tp=_tp())
+
+
+@ranks(1, 2, timeout=300)
+def test_it_compiles_whole():
+    tp = _tp()
+    layer = _attention(tp, num_kv_heads=1, sequence_parallel=tp.size > 1)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for inputs in CASES.values() if tp.size == 1 else [CASES["documents and a tail"]]:
+        results = []
+        for call in (compiled, layer):
+            layer.zero_grad()
+            x_TH = torch.ones(8 // tp.size, 16).cumsum(-1).sin().requires_grad_()
+            y_TH = call(x_TH, **inputs)
+            y_TH.square().sum().backward()
+            results.append([y_TH, x_TH.grad, *(p.grad for p in layer.parameters())])
+        assert_close(*results)
+
+
+def _attention(tp=None, num_kv_heads=4, *, norm=RMSNorm, bias=True, sequence_parallel=False):
+    return Attention(
+        16,
+        4,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        bias=bias,
+        rotary=RotaryEmbedding(8, rotary_dim=4),
+        norm=norm,
+        sequence_parallel=sequence_parallel,
+        **({} if tp is None else {"tp": tp}),
+    )
+
+
+def _tp():
+    return Mesh(tp=dist.get_world_size()).group("tp")
+
+
+def _loss(y_TH):
+    return (y_TH.sin() * torch.arange(y_TH.shape[-1])).sum()
+
+
+def _counts(traffic):
+    return {str(op).split(".")[-1]: count for op, count in traffic.get_comm_counts().items()}
