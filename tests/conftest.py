@@ -8,6 +8,13 @@ from megablocks_core.testing.memory import fill_empty_with_nan
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--mutation",
+        help="a fault of megablocks_core.testing.mutations on all ranks: some test must fail",
+    )
+
+
 def pytest_configure(config):
     torch.set_num_threads(1)
     fill_empty_with_nan()

@@ -1,5 +1,6 @@
-"""Tests on many ranks: ``@ranks`` runs a body on each of them."""
+"""Tests on many ranks: bodies on each of them, and modules against their one-process twins."""
 
-from megablocks_core.testing.ranks import ranks
-
-__all__ = ["ranks"]
+from megablocks_core.testing.equivalence import (
+    assert_parallel_equivalence as assert_parallel_equivalence,
+)
+from megablocks_core.testing.ranks import ranks as ranks

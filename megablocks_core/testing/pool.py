@@ -51,10 +51,12 @@ class Pool:
         size: int,
         backend: str = "gloo",
         timeout: float = 60.0,
+        mutation: str | None = None,
     ) -> list[Answer]:
         """Run the decorated test ``qualname`` of ``file`` on ``size`` ranks.
 
-        ``payload`` is the pickle of its keyword arguments. Returns the answers by rank.
+        ``payload`` is the pickle of its keyword arguments; ``mutation`` names a fault under
+        which to run it. Returns the answers by rank.
 
         Raises:
             RanksError: the first rank that failed, or the ranks that gave no answer.
@@ -70,6 +72,7 @@ class Pool:
             store=str(Path(self._folder.name) / f"store-{self._num_jobs}"),
             timeout=timeout,
             sys_path=tuple(sys.path),
+            mutation=mutation,
         )
         workers = self._start(size)
         try:

@@ -84,9 +84,10 @@ def _run(
             size=size,
             backend=backend,
             timeout=timeout,
+            mutation=config.getoption("--mutation", default=None),
         )
     except RanksError as error:
-        pytest.fail(str(error), pytrace=False)
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
     for rank, answer in enumerate(answers):
         if answer.output:
             print(f"rank {rank}:\n{answer.output}")

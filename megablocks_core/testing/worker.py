@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
@@ -42,6 +43,7 @@ class Job:
     store: str
     timeout: float
     sys_path: tuple[str, ...]
+    mutation: str | None
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def run(job: Job, rank: int) -> Answer:
             body = find(job.file, job.module, job.qualname)
             arguments = pickle.loads(job.payload)
             _seed()
-            body(**arguments)
+            with _fault(job.mutation):
+                body(**arguments)
         except BaseException as error:  # pytest.skip and pytest.fail are no Exceptions
             if type(error).__name__ == "Skipped":
                 return Answer("skipped", str(error), output.getvalue())
@@ -121,6 +124,14 @@ def _import_with_asserts_rewritten(file: str, name: str) -> ModuleType:
     return module
 
 
+def _fault(name: str | None) -> AbstractContextManager[None]:
+    if name is None:
+        return contextlib.nullcontext()
+    from megablocks_core.testing.mutations import mutation
+
+    return mutation(name)
+
+
 def _prepare_torch() -> None:
     import torch
 
@@ -140,7 +151,7 @@ def _enter_world(job: Job, rank: int) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group(
         job.backend,
-        store=dist.FileStore(job.store, job.size),
+        init_method=f"file://{job.store}",
         rank=rank,
         world_size=job.size,
         # Later than the parent's limit: a hang is reported there, with every rank's stack.
