@@ -57,6 +57,8 @@ class ColumnParallelLinear(nn.Module):
         gather_output: All-gather ``y`` to [T O]; all ranks must go on with it alike.
         sequence_parallel: The ranks hold equal slices of the tokens, along dim -2.
         segments: Packed parts of the output features (q|k|v, gate|up), each cut on its own.
+        uneven: Cut as ``torch.chunk`` does: later ranks may hold fewer features, or none. Else
+            sizes that do not divide raise. For vocabularies of any size.
         group: The tensor-parallel ranks.
         device: Of the parameters.
         dtype: Of the parameters.
@@ -74,6 +76,7 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         segments: Sequence[Segment] | None = None,
+        uneven: bool = False,
         group: Group = LOCAL,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -82,7 +85,9 @@ class ColumnParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
         self.group = group
-        self.spec = _checked_spec(0, out_features, segments, group, "out_features")
+        self.spec = _spec(0, out_features, segments, group)
+        if not uneven:
+            _require_even(self.spec, "out_features", packed=segments is not None)
         rows = _share(self.spec, out_features)
         self.weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
         bias_o = torch.empty(rows, device=device, dtype=dtype) if bias else None
@@ -100,6 +105,7 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         segments: Sequence[Segment] | None = None,
+        uneven: bool = False,
         group: Group = LOCAL,
     ) -> Self:
         """This rank's share of a whole linear layer, equal on every rank; sends nothing."""
@@ -110,6 +116,7 @@ class ColumnParallelLinear(nn.Module):
             gather_output=gather_output,
             sequence_parallel=sequence_parallel,
             segments=segments,
+            uneven=uneven,
             group=group,
             device="meta",
         )
@@ -176,7 +183,8 @@ class RowParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         self.group = group
-        self.spec = _checked_spec(1, in_features, segments, group, "in_features")
+        self.spec = _spec(1, in_features, segments, group)
+        _require_even(self.spec, "in_features", packed=segments is not None)
         if self.spec.has_copies:
             raise ValueError(f"segments={segments} of a row-parallel layer must not set parts")
         columns = _share(self.spec, in_features)
@@ -341,7 +349,7 @@ class _ColumnLinears(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _input_gradient(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -397,20 +405,20 @@ def _cut_features(x_TI: Tensor, spec: ShardSpec) -> Tensor:
     return torch.cat([x_TI[..., part] for part in parts], dim=-1)
 
 
-def _checked_spec(
-    dim: int, length: int, segments: Sequence[Segment] | None, group: Group, name: str
-) -> ShardSpec:
+def _spec(dim: int, length: int, segments: Sequence[Segment] | None, group: Group) -> ShardSpec:
     packed = (Segment(length),) if segments is None else tuple(segments)
     if sum(segment.size for segment in packed) != length:
-        raise ValueError(f"segments={packed} must add up to {name}={length}")
-    for segment in packed:
-        parts = group.size if segment.parts is None else segment.parts
-        if segment.size % parts:
-            what = name if segments is None else f"a segment of {name}"
-            raise ValueError(
-                f"{what}={segment.size} must divide evenly over a group of {group.size} ranks"
-            )
+        raise ValueError(f"segments={packed} must add up to {length} features")
     return ShardSpec(dim, group, packed)
+
+
+def _require_even(spec: ShardSpec, name: str, *, packed: bool) -> None:
+    for segment in spec.segments or ():
+        if segment.size % (segment.parts or spec.group.size):
+            what = f"a segment of {name}" if packed else name
+            raise ValueError(
+                f"{what}={segment.size} must divide evenly over a group of {spec.group.size} ranks"
+            )
 
 
 def _share(spec: ShardSpec, length: int) -> int:

@@ -341,12 +341,25 @@ def test_sizes_that_do_not_divide_raise():
         ColumnParallelLinear(8, 6, group=group)
     with pytest.raises(ValueError, match="in_features=6 must divide evenly over a group of 4"):
         RowParallelLinear(6, 8, group=group)
-    with pytest.raises(ValueError, match="must add up to out_features=8"):
+    with pytest.raises(ValueError, match="must add up to 8 features"):
         ColumnParallelLinear(8, 8, segments=[Segment(4)], group=group)
     with pytest.raises(ValueError, match="a segment of out_features=6 must divide"):
         ColumnParallelLinear(8, 12, segments=[Segment(6), Segment(6)], group=group)
     with pytest.raises(ValueError, match="must not set parts"):
         RowParallelLinear(8, 8, segments=[Segment(8, parts=1)], group=group)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("features", [7, 3])
+def test_uneven_columns_equal_one_whole_layer(features):
+    """Vocabularies of any size: with 3 features the last of 4 ranks holds none."""
+    whole = _seeded(lambda: nn.Linear(12, features))
+    layer = ColumnParallelLinear.from_linear(whole, gather_output=True, uneven=True, group=_world())
+    x_TI, x_ref_TI = (_tokens(5, 12).requires_grad_() for _ in range(2))
+    layer(x_TI).square().sum().backward()
+    whole(x_ref_TI).square().sum().backward()
+    assert_close(x_TI.grad, x_ref_TI.grad, atol=1e-10, rtol=0)
+    _assert_whole_gradients(layer, whole)
 
 
 @ranks(2)

@@ -1,0 +1,222 @@
+"""Hooks at the edges of a model's modules: where whole tensors become shares and back.
+
+They let ``tensor_parallelize`` leave a model's own code alone. Each is a small record, so
+that copies and pickles of the model keep it.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megablocks_core.groups import (
+    Group,
+    ShardSpec,
+    all_gather_to,
+    copy_slices_to,
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter_to,
+    scatter_to,
+)
+
+
+class Boundary:
+    """Marks the hooks of this module, so that they can be found and taken off again."""
+
+
+@dataclass(eq=False)
+class SharedInput(Boundary):
+    """Before sibling projections: ``copy_to`` of their one input, once for all of them.
+
+    Query, key and value read the same tensor; its gradient is summed over the ranks in one
+    message. The tensor and its copy are remembered only while someone else holds them.
+    """
+
+    group: Group
+    _last: tuple[Any, Any, bool] | None = field(default=None, repr=False)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace the first argument by its copy."""
+        x, *rest = args
+        if self._last is not None:
+            known, copy, graded = self._last
+            shared = copy()
+            if known() is x and shared is not None and graded == torch.is_grad_enabled():
+                return (shared, *rest)
+        shared = copy_to(x, group=self.group)
+        self._last = (weakref.ref(x), weakref.ref(shared), torch.is_grad_enabled())
+        return (shared, *rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedInput":
+        twin = memo[id(self)] = SharedInput(self.group)
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (SharedInput, (self.group,))
+
+
+@dataclass(frozen=True)
+class EnterBlock(Boundary):
+    """Before a block that works on whole sequences: all-gather its tokens along dim -2."""
+
+    group: Group
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Replace the hidden states by those of all tokens."""
+        return _with_hidden(args, kwargs, self._gathered)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        return all_gather_to(x, dim=-2, group=self.group, sizes=[x.shape[-2]] * self.group.size)
+
+
+@dataclass(frozen=True)
+class ScatterTokens(Boundary):
+    """Before the first layer: keep this rank's tokens, along dim -2."""
+
+    group: Group
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Replace the hidden states by those of this rank's tokens."""
+        return _with_hidden(args, kwargs, self._scattered)
+
+    def _scattered(self, x: Tensor) -> Tensor:
+        if x.shape[-2] % self.group.size:
+            raise ValueError(
+                f"a sequence of {x.shape[-2]} tokens must divide evenly over a group of "
+                f"{self.group.size} ranks under sequence parallelism"
+            )
+        return scatter_to(x, dim=-2, group=self.group)
+
+
+@dataclass(frozen=True)
+class GatherTokens(Boundary):
+    """After the last layer: all tokens again, with which the ranks go on alike."""
+
+    group: Group
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Replace the output by that of all tokens."""
+        sizes = [output.shape[-2]] * self.group.size
+        return gather_from(output, dim=-2, group=self.group, sizes=sizes)
+
+
+@dataclass(frozen=True)
+class EnterExperts(Boundary):
+    """Before stacked experts (hidden states, expert indices, expert weights): one dim of tokens.
+
+    Each rank has a slice of every expert, so states and weights get parts of their gradients.
+    Under sequence parallelism all tokens are gathered.
+    """
+
+    group: Group
+    sequence_parallel: bool
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace the three arguments."""
+        return tuple(self._entered(x) if isinstance(x, Tensor) else x for x in args)
+
+    def _entered(self, x: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return all_gather_to(x, dim=0, group=self.group, sizes=[len(x)] * self.group.size)
+        return copy_to(x, group=self.group) if x.is_floating_point() else x
+
+
+@dataclass(frozen=True)
+class LeaveExperts(Boundary):
+    """After stacked experts: sum their parts, and keep this rank's tokens if they were gathered."""
+
+    group: Group
+    sequence_parallel: bool
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Replace the output by the sum."""
+        if self.sequence_parallel:
+            return reduce_scatter_to(output, dim=0, group=self.group)
+        return reduce_from(output, group=self.group)
+
+
+@dataclass(frozen=True)
+class SumGradients(Boundary):
+    """Before a module: the named parameters below it stand in as copies whose gradients sum.
+
+    Each rank uses these weights on its own heads or tokens. While the module runs, their
+    owners see the copies in place of the parameters; one message serves all.
+
+    Attributes:
+        group: The ranks.
+        names: The parameters, relative to the module.
+        specs: Their cuts, if only slices that neighbours hold too are summed; else the
+            parameters are whole.
+    """
+
+    group: Group
+    names: tuple[str, ...]
+    specs: tuple[ShardSpec, ...] | None = None
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Put the copies in place."""
+        owned = [_owner(module, name) for name in self.names]
+        tensors = [owner._parameters[leaf] for owner, leaf in owned]
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return
+        if self.specs is not None:
+            copies = copy_slices_to(*tensors, specs=self.specs)
+        else:
+            wire = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+            copies = copy_to(*tensors, group=self.group, reduce_dtype=wire)
+        for (owner, leaf), copy in zip(owned, _listed(copies), strict=True):
+            owner.__dict__[leaf] = copy
+
+    def clear(self, module: nn.Module) -> None:
+        """Let the parameters be seen again."""
+        for owner, leaf in (_owner(module, name) for name in self.names):
+            owner.__dict__.pop(leaf, None)
+
+
+@dataclass(frozen=True)
+class EndSumGradients(Boundary):
+    """After the module of a ``SumGradients``, also if it raised."""
+
+    start: SumGradients
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Take the copies away."""
+        self.start.clear(module)
+
+
+def vocab_forward(module: nn.Embedding, group: Group, first: int, ids: Tensor) -> Tensor:
+    """The forward of an embedding's own class, from this rank's rows, summed over ``group``.
+
+    For classes whose result is linear in the row, such as an embedding that scales.
+    """
+    index = ids - first
+    foreign = (index < 0) | (index >= len(module.weight))
+    if len(module.weight) == 0:
+        own = module.weight.sum(0).expand(*ids.shape, -1)
+    else:
+        own = type(module).forward(module, index.masked_fill(foreign, 0))
+    return reduce_from(own.masked_fill(foreign.unsqueeze(-1), 0.0), group=group)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf
+
+
+def _listed(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (tensors,) if isinstance(tensors, Tensor) else tensors
+
+
+def _with_hidden(
+    args: Any, kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[Any, dict[str, Any]]:
+    """Change the hidden states, wherever the caller put them."""
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+    return (change(args[0]), *args[1:]), kwargs
