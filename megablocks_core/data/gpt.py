@@ -68,6 +68,8 @@ class GPTDataset:
         documents = split.documents
         if not 0 <= documents.start <= documents.stop <= indexed.num_documents:
             raise ValueError(f"split={split} must lie in {indexed.num_documents} documents")
+        if documents.step != 1:
+            raise ValueError(f"split={split} must leave out no document between its ends")
         self.indexed = indexed
         self.sequence_length = sequence_length
         self.seed = seed

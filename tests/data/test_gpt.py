@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megablocks_core.data import GPTDataset, IndexedDatasetBuilder, split_documents
+from megablocks_core.data import GPTDataset, IndexedDatasetBuilder, Split, split_documents
 from megablocks_core.data.indexed import IndexedDataset
 
 
@@ -204,6 +204,7 @@ def test_samples_out_of_range_raise(stream):
         ({"num_samples": 0}, "num_samples=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be between 0 and"),
         ({"split": split_documents(3, "1")["train"]}, r"must lie in 2 documents"),
+        ({"split": Split("odd", range(0, 2, 2))}, "must leave out no document"),
     ],
 )
 def test_arguments_out_of_range_are_refused(stream, arguments, message):

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megablocks_core.data import GPTDataset, Loader
-from megablocks_core.groups import LOCAL
+from megablocks_core.groups import LOCAL, Mesh
+from megablocks_core.testing import ranks
 
 
 class Numbers:
@@ -54,9 +55,9 @@ def test_f_131_resuming_with_another_number_of_ranks():
     assert two[1] == [[[10, 11], [14, 15]], [[18, 19], [22, 23]]]
     assert four[0] == [[[8, 9]], [[16, 17]]]
     assert four[3] == [[[14, 15]], [[22, 23]]]
-    for ranks in (two, four):
+    for run_on in (two, four):
         for step, first in enumerate((8, 16)):
-            union = [s for rank in ranks for micro in rank[step] for s in micro]
+            union = [s for rank in run_on for micro in rank[step] for s in micro]
             assert sorted(union) == list(range(first, first + 8))
 
 
@@ -156,6 +157,17 @@ def test_micro_batches_are_tensors(stream):
             assert tensor.shape == (1, 8)
             assert tensor.dtype == (torch.float32 if name == "loss_mask" else torch.int64)
             assert np.array_equal(tensor.numpy(), plain[name])
+
+
+@ranks(1, 2, 4)
+def test_ranks_of_a_real_group_share_one_global_batch():
+    dp = Mesh().group("dp")
+    steps = list(Loader(Numbers(16), global_batch_size=8, micro_batch_size=1, group=dp))
+    for first, step in zip((0, 8), steps, strict=True):
+        mine = [s for micro in samples(step) for s in micro]
+        everyone = dp.all_gather_object((mine, step.num_tokens))
+        assert sorted(s for part, _ in everyone for s in part) == list(range(first, first + 8))
+        assert {tokens for _, tokens in everyone} == {sum(range(first, first + 8))}
 
 
 @pytest.mark.parametrize(
