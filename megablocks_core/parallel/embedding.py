@@ -123,10 +123,8 @@ class VocabParallelEmbedding(nn.Module):
         """The ids' rows: of all tokens, or of this rank's."""
         require(
             ~((ids_T < 0) | (ids_T >= self.num_embeddings)).any(),
-            "ids must lie in the vocabulary",
-            lambda: (
-                f"found {int(ids_T.min())} to {int(ids_T.max())} with {self.num_embeddings} ids"
-            ),
+            f"ids must lie between 0 and num_embeddings={self.num_embeddings}",
+            lambda: f"found {int(ids_T.min())} to {int(ids_T.max())}",
         )
         if self.group.size == 1:
             return embedding(ids_T, self.weight, self.padding_idx)
