@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler import profile, record_function
 
 Interval = tuple[int, int]
@@ -51,7 +52,13 @@ class CommunicationSample:
         seen = self._profile.kineto_results
         assert seen is not None
         communicating, computing = split_events(
-            Event(e.name(), e.start_ns(), e.end_ns(), e.start_thread_id(), bool(e.device_type()))
+            Event(
+                e.name(),
+                e.start_ns(),
+                e.end_ns(),
+                e.start_thread_id(),
+                e.device_type() != DeviceType.CPU,
+            )
             for e in seen.events()
         )
         return seconds_exposed(communicating, computing)

@@ -1,8 +1,8 @@
 """A run's folder: metrics, record of every start, and summary, whole whatever happens.
 
-metrics.jsonl   a line a step (see ``lines``)
-record.json     a list with one run record per start, and how each start ended
-summary.json    what was found out at the end, such as distances between layouts
+``metrics.jsonl`` has a line a step (see ``lines``), ``record.json`` a list with one run record
+per start and how that start ended, ``summary.json`` what was found out at the end, such as
+``layout_distance`` (a number, or a dict of them by what was compared) and ``sample`` (text).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megablocks_core.groups import LOCAL, Group
 from megablocks_core.train.lines import JsonLines, Line, read_lines
 
 METRICS, RECORD, SUMMARY = "metrics.jsonl", "record.json", "summary.json"
+_FATE = ("step", "started", "ended", "error", "recovery_seconds")
 
 
 class RunFolder:
@@ -52,12 +53,11 @@ class RunFolder:
         self._writes = group.rank == 0
         self._lines = JsonLines(self.path / METRICS, step=step, group=group)
         if self._writes:
-            self._starts = _read_json(self.path / RECORD, missing=[])
+            self._starts = _read_starts(self.path / RECORD)
             broken_off = bool(self._starts) and not ended_well(self._starts[-1])
             self._recovers_from = self._lines.last_seen if broken_off else None
             now = time.time()
-            fate = {"started": now, "ended": None, "error": None, "recovery_seconds": None}
-            self._starts.append({**record, "step": step, **fate})
+            self._starts.append({**record, **dict.fromkeys(_FATE), "step": step, "started": now})
             self._save()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -110,8 +110,8 @@ def read_run(path: str | Path) -> Run:
     lines = read_lines(path / METRICS)
     if not lines:
         raise ValueError(f"{path / METRICS} must hold at least one whole line")
-    starts = _read_json(path / RECORD, missing=[])
-    return Run(path, lines, starts, _read_json(path / SUMMARY, missing={}))
+    starts, summary = _read_starts(path / RECORD), _read_json(path / SUMMARY, missing={})
+    return Run(path, lines, starts, summary)
 
 
 def add_to_summary(path: str | Path, values: Mapping[str, Any]) -> None:
@@ -123,6 +123,14 @@ def add_to_summary(path: str | Path, values: Mapping[str, Any]) -> None:
 def ended_well(start: Mapping[str, Any]) -> bool:
     """Whether a start of the record ran to its end without an error."""
     return start["ended"] is not None and start["error"] is None
+
+
+def _read_starts(path: Path) -> list[dict[str, Any]]:
+    starts = _read_json(path, missing=[])
+    for start in starts:
+        if not isinstance(start, dict) or not start.keys() >= set(_FATE):
+            raise ValueError(f"{path}: each start must say {', '.join(_FATE)}")
+    return starts
 
 
 def _read_json(path: Path, *, missing: Any) -> Any:

@@ -81,7 +81,7 @@ def shown(value: float, unit: str) -> str:
     if unit == "share":
         return f"{100 * value:.1f} %"
     if unit in ("B", "B/s"):
-        return _scaled(value) + unit
+        return _scaled(value, unit)
     if unit == "1/s":
         return f"{value:,.0f} /s"
     if unit == "s":
@@ -97,7 +97,7 @@ def _lead(run: Run, present: Mapping[str, float]) -> str:
     tokens = total_of(run.lines, "tokens_per_second").sum
     words = [f"{run.lines[-1].step + 1:,} steps"]
     if tokens:
-        words.append(f"{_scaled(tokens)}tokens")
+        words.append(f"{tokens:,.0f} tokens")
     if len(run.starts) > 1:
         words.append(f"{len(run.starts)} starts")
     losses = [line.values["loss"] for line in run.lines if "loss" in line.values]
@@ -166,7 +166,10 @@ def _distance(distance: object) -> str:
     if distance is None:
         return ""
     distances = distance if isinstance(distance, dict) else {"largest": distance}
-    cells = [(escape(str(what)), f"{value:.2e}") for what, value in distances.items()]
+    cells = [
+        (escape(str(what)), f"{value:.2e}" if isinstance(value, float) else escape(str(value)))
+        for what, value in distances.items()
+    ]
     return "<h2>Distance between layouts</h2>\n" + _table(("compared", "distance"), cells)
 
 
@@ -183,7 +186,7 @@ def _starts(run: Run) -> str:
             escape(start.get("label") or ""),
             str(start["step"]),
             datetime.fromtimestamp(start["started"], UTC).strftime("%Y-%m-%d %H:%M:%S"),
-            _fate(start),
+            _fate(start, is_last=start is run.starts[-1]),
             "" if start["recovery_seconds"] is None else shown(start["recovery_seconds"], "s"),
         )
         for number, start in enumerate(run.starts, start=1)
@@ -192,10 +195,10 @@ def _starts(run: Run) -> str:
     return "<h2>Starts</h2>\n" + _table(head, rows)
 
 
-def _fate(start: Mapping[str, Any]) -> str:
+def _fate(start: Mapping[str, Any], *, is_last: bool) -> str:
     if ended_well(start):
         return f"well, after {shown(start['ended'] - start['started'], 's')}"
-    return escape(start["error"] or "did not say: killed, or still going")
+    return escape(start["error"] or ("not yet, or killed" if is_last else "killed"))
 
 
 def _record(run: Run) -> str:
@@ -215,9 +218,9 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _scaled(number: float) -> str:
-    """Three digits and a decimal prefix, a space before it: ``3.28 M``."""
+def _scaled(number: float, unit: str) -> str:
+    """Three digits and a decimal prefix: ``3.28 MB``."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
-            return f"{number / size:.3g} {prefix}"
-    return f"{number:.3g} "
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megablocks_core.train.figures import anomalies
+from megablocks_core.train.figures import anomalies, lines_of_starts
 from megablocks_core.train.folder import Run
 
 if TYPE_CHECKING:
@@ -119,8 +119,9 @@ def _draw_norms(axes: Axes, norms: Sequence[tuple[int, float]]) -> None:
 
 
 def _draw_starts(axes: Sequence[Axes], run: Run) -> None:
-    """A dashed line where each start after the first went on, with its label."""
-    for number, start in enumerate(run.starts):
+    """The label of each start that left lines; a dashed line where one went on from another."""
+    kept = [start for start, lines in zip(run.starts, lines_of_starts(run), strict=True) if lines]
+    for number, start in enumerate(kept):
         if number:
             for each in axes:
                 each.axvline(start["step"], color=QUIET, linewidth=0.8, linestyle=(0, (3, 3)))
@@ -129,9 +130,8 @@ def _draw_starts(axes: Sequence[Axes], run: Run) -> None:
             words if not number else f"resumed: {words}",
             (start["step"], 1.0),
             xycoords=("data", "axes fraction"),
-            xytext=(4, -2),
+            xytext=(0, 4),
             textcoords="offset points",
-            va="top",
             fontsize=8,
             color="#5b616b",
         )

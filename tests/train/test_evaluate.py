@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups import LOCAL, Mesh
 from megablocks_core.testing import ranks
 from megablocks_core.train import evaluate, next_token_loss
 
@@ -33,7 +32,7 @@ def batches(size, *, rank=0, num_ranks=1):
 
 @ranks(1, 2, 4)
 def test_the_loss_is_that_of_one_batch_in_one_process():
-    group, model = Group.of(dist.group.WORLD), small_model()
+    group, model = Mesh().group("dp"), small_model()
     reference = evaluate(model, batches(SAMPLES))
     for size in (1, 2, 5):
         own = batches(size, rank=group.rank, num_ranks=group.size)
@@ -44,7 +43,7 @@ def test_the_loss_is_that_of_one_batch_in_one_process():
 
 @ranks(2)
 def test_a_rank_without_batches_takes_part():
-    group, model = Group.of(dist.group.WORLD), small_model()
+    group, model = Mesh().group("dp"), small_model()
     own = batches(3) if group.rank == 0 else []
     assert evaluate(model, own, group=group) == evaluate(model, batches(3))
 

@@ -9,11 +9,10 @@ import sys
 import time
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megablocks_core.groups import Group
+from megablocks_core.groups import Mesh
 from megablocks_core.testing import ranks
 from megablocks_core.train import JsonLines, Mean, Metrics, pooled, read_lines
 
@@ -173,7 +172,7 @@ def test_a_full_disk_raises_and_leaves_whole_lines(tmp_path):
 
 @ranks(2)
 def test_only_rank_0_writes(tmp_path):
-    group = Group.of(dist.group.WORLD)
+    group = Mesh().group("dp")
     lines = JsonLines(tmp_path / "m.jsonl", group=group)
     lines.write(0, {"loss": Mean(1.0 + group.rank, 1)})
     group.barrier()

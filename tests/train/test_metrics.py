@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.debug import CommDebugMode
 
-from megablocks_core.groups import Group
+from megablocks_core.groups import Mesh
 from megablocks_core.testing import ranks
 from megablocks_core.train import Mean, Metrics, pooled
 
@@ -21,7 +21,7 @@ whole_terms = st.lists(
 
 
 def world():
-    return Group.of(dist.group.WORLD)
+    return Mesh().group("dp")
 
 
 def test_a_mean_is_a_float_that_remembers():

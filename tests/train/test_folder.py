@@ -1,0 +1,110 @@
+"""A run's folder tells every start, its end and its recovery, whatever ended it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megablocks_core.groups import Mesh
+from megablocks_core.testing import ranks
+from megablocks_core.train import Mean, RunFolder, add_to_summary, read_run
+from megablocks_core.train.folder import ended_well
+
+
+def write_steps(path, first, last):
+    with RunFolder(path, record={"label": f"from {first}"}, step=first) as run:
+        for step in range(first, last):
+            run.write(step, {"loss": Mean(float(step), 1)})
+
+
+def test_a_run_in_two_planned_starts(tmp_path):
+    write_steps(tmp_path / "run", 0, 4)
+    write_steps(tmp_path / "run", 4, 6)
+    add_to_summary(tmp_path / "run", {"a": 1, "b": 2})
+    add_to_summary(tmp_path / "run", {"b": float("nan")})
+    run = read_run(tmp_path / "run")
+    assert [line.step for line in run.lines] == list(range(6))
+    assert [(s["label"], s["step"], s["recovery_seconds"]) for s in run.starts] == [
+        ("from 0", 0, None),
+        ("from 4", 4, None),
+    ]
+    assert all(ended_well(start) and start["ended"] >= start["started"] for start in run.starts)
+    assert run.summary == {"a": 1, "b": None}
+
+
+def test_an_error_is_recorded_and_goes_on(tmp_path):
+    with pytest.raises(ZeroDivisionError), RunFolder(tmp_path, record={}) as run:
+        run.write(0, {"loss": 1.0})
+        raise ZeroDivisionError("1/0")
+    (start,) = read_run(tmp_path).starts
+    assert start["error"] == "ZeroDivisionError: 1/0" and not ended_well(start)
+
+
+def test_a_killed_run_recovers_and_says_how_long_it_took(tmp_path):
+    code = """
+import sys, time
+from megablocks_core.train import RunFolder
+run = RunFolder(sys.argv[1], record={"label": "killed"})
+for step in range(10**6):
+    run.write(step, {"loss": float(step)})
+    time.sleep(0.005)
+"""
+    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    lines = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not lines.exists() or lines.read_bytes().count(b"\n") < 8:
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    last_sign = read_run(tmp_path).lines[-1].time
+
+    write_steps(tmp_path, 5, 7)
+    run = read_run(tmp_path)
+    killed, resumed = run.starts
+    assert killed["ended"] is None and ended_well(resumed)
+    assert resumed["recovery_seconds"] == pytest.approx(run.lines[5].time - last_sign, abs=0.2)
+    assert [line.values["loss"] for line in run.lines] == [float(step) for step in range(7)]
+
+
+def test_the_record_is_written_aside_and_stays_whole(tmp_path, monkeypatch):
+    write_steps(tmp_path, 0, 1)
+    before = (tmp_path / "record.json").read_text()
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        RunFolder(tmp_path, record={}, step=1)
+    assert (tmp_path / "record.json").read_text() == before
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"absent must be a folder"):
+        read_run(tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"must hold metrics.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"metrics.jsonl must hold at least one whole line"):
+        read_run(tmp_path)
+    write_steps(tmp_path, 0, 1)
+    (tmp_path / "record.json").write_text("{")
+    with pytest.raises(ValueError, match=r"record.json: not JSON"):
+        read_run(tmp_path)
+    (tmp_path / "record.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"record.json must hold a list"):
+        RunFolder(tmp_path, record={}, step=1)
+
+
+@ranks(2)
+def test_only_rank_0_writes(tmp_path):
+    group = Mesh().group("dp")
+    with RunFolder(tmp_path, record={"rank": group.rank}, group=group) as run:
+        run.write(0, {"loss": float(group.rank)})
+    group.barrier()
+    assert [start["rank"] for start in json.loads((tmp_path / "record.json").read_text())] == [0]
+    assert read_run(tmp_path).lines[0].values == {"loss": 0.0}
