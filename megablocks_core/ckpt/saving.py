@@ -132,7 +132,7 @@ def _is_whole(part: Held, group: Group) -> bool:
 
 def _digest(part: Held) -> str:
     values = part.tensor.detach().cpu().contiguous().reshape(-1)
-    return xxhash.xxh3_128_hexdigest(values.view(torch.uint8).numpy())
+    return xxhash.xxh3_128_hexdigest(values.view(torch.uint8).numpy().data)
 
 
 def _check_equal(state: dict[str, dict[str, Any]], digests: dict[str, str], group: Group) -> None:

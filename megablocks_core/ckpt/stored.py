@@ -117,7 +117,7 @@ class _File:
     def _blocks(self, first: int, last: int) -> Tensor:
         start, stop = first * BLOCK_BYTES, min((last + 1) * BLOCK_BYTES, self.size)
         data = torch.empty(stop - start, dtype=torch.uint8)
-        view = memoryview(data.numpy())
+        view = data.numpy().data
         with open(self.path, "rb", buffering=0) as file:
             file.seek(start)
             done = 0

@@ -118,7 +118,7 @@ class SafetensorsWriter:
         """Write the next tensor, which must be the next of ``wholes`` and lie on the CPU."""
         assert Whole(name, tuple(tensor.shape), tensor.dtype) == self._waiting.pop()
         if tensor.numel():
-            self._write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            self._write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
         """Sync and close the file."""

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megablocks_core import ckpt
-from megablocks_core.groups import Group
+from megablocks_core.groups import Mesh
 from megablocks_core.testing import ranks
 
 
@@ -26,13 +25,13 @@ def test_f_161_missing_unexpected_and_misshaped_names_are_listed(tmp_path):
 
 def test_f_161_inside_a_module_too(tmp_path):
     ckpt.save(tmp_path / "c", {"model": nn.Linear(2, 3)})
-    net = nn.Sequential(nn.Linear(2, 3, bias=False))
-    before = net[0].weight.clone()
+    layer = nn.Linear(2, 3, bias=False)
+    net, before = nn.Sequential(layer), layer.weight.detach().clone()
     with pytest.raises(ValueError) as caught:
         ckpt.load(tmp_path / "c", {"model": net})
     for part in ("lacks ['model/0.weight']", "state lacks ['model/weight', 'model/bias']"):
         assert part in str(caught.value)
-    assert torch.equal(net[0].weight, before)
+    assert torch.equal(layer.weight, before)
 
 
 def test_casts_are_never_silent(tmp_path):
@@ -55,12 +54,11 @@ def test_kinds_meta_and_parameter_groups_must_fit(tmp_path):
 
 
 def test_a_tied_parameter_loads_under_either_name(tmp_path):
-    plain = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False)})
-    ckpt.save(tmp_path / "c", {"model": plain})
-    tied = nn.ModuleDict({"b": nn.Linear(2, 2, bias=False), "a": nn.Linear(2, 2, bias=False)})
-    tied["a"].weight = tied["b"].weight
-    ckpt.load(tmp_path / "c", {"model": tied})
-    assert torch.equal(tied["b"].weight, plain["a"].weight)
+    plain, first, second = (nn.Linear(2, 2, bias=False) for _ in range(3))
+    second.weight = first.weight
+    ckpt.save(tmp_path / "c", {"model": nn.ModuleDict({"a": plain})})
+    ckpt.load(tmp_path / "c", {"model": nn.ModuleDict({"b": first, "a": second})})
+    assert torch.equal(first.weight, plain.weight)
 
 
 def test_many_blocks_and_small_tensors_beside_them(tmp_path):
@@ -82,7 +80,7 @@ def test_many_blocks_and_small_tensors_beside_them(tmp_path):
 
 @ranks(2)
 def test_damage_that_one_rank_reads_raises_on_all(tmp_path):
-    world = Group.of(dist.group.WORLD)
+    world = Mesh().group("dp")
     ckpt.save(tmp_path / "c", {"x": torch.ones(9), "y": torch.ones(2)}, group=world)
     if world.rank == 0:
         data = bytearray((tmp_path / "c" / "x.safetensors").read_bytes())
@@ -96,7 +94,7 @@ def test_damage_that_one_rank_reads_raises_on_all(tmp_path):
 
 @ranks(2)
 def test_ranks_that_see_different_checkpoints_are_refused(tmp_path):
-    world = Group.of(dist.group.WORLD)
+    world = Mesh().group("dp")
     mine = tmp_path / str(world.rank) / "c"
     ckpt.save(mine, {"step": world.rank})
     with pytest.raises(ckpt.CheckpointError, match="ranks see different checkpoints"):

@@ -19,7 +19,6 @@ from torch import nn
 from megablocks_core import ckpt
 from megablocks_core.groups import (
     LOCAL,
-    Group,
     Mesh,
     Segment,
     ShardSpec,
@@ -87,7 +86,7 @@ def _assert_same(net, expected):
 @ranks(1, 2, 4)
 def test_f_165_any_layout_resumes_any_other(tmp_path):
     size = dist.get_world_size()
-    world = Group.of(dist.group.WORLD)
+    world = Mesh().group("dp")
     mesh = Mesh(tp=max(size // 2, 1))
     net, adam = _build(mesh.group("tp"), steps=3)
     state = {"model": net, "optimizer": adam, "step": 3, "x": torch.arange(3)}
@@ -113,7 +112,7 @@ def test_f_165_any_layout_resumes_any_other(tmp_path):
 
 @ranks(4)
 def test_files_are_the_same_bytes_at_any_layout(tmp_path):
-    world = Group.of(dist.group.WORLD)
+    world = Mesh().group("dp")
     for tp in (1, 2, 4):
         net, adam = _build(Mesh(tp=tp).group("tp"), steps=2)
         ckpt.save(tmp_path / str(tp) / "a", {"model": net, "optimizer": adam}, group=world)
@@ -200,7 +199,7 @@ def test_optimizer_of_a_parameter_that_no_module_holds_is_refused(tmp_path):
 
 @ranks(2)
 def test_optimizer_tensors_whose_cut_cannot_be_known_are_refused(tmp_path):
-    world = Group.of(dist.group.WORLD)
+    world = Mesh().group("dp")
     net, _ = _build(world)
     factored = torch.optim.SGD(net.parameters())
     factored.state[net.rows] = {"row_mean": torch.ones(4)}
@@ -210,7 +209,7 @@ def test_optimizer_tensors_whose_cut_cannot_be_known_are_refused(tmp_path):
 
 @ranks(2)
 def test_marks_outside_the_group_are_refused(tmp_path):
-    net, _ = _build(Group.of(dist.group.WORLD))
+    net, _ = _build(Mesh().group("dp"))
     with pytest.raises(ValueError, match=r"must include the ranks \[0, 1\] that hold model/rows"):
         ckpt.save(tmp_path / f"{dist.get_rank()}" / "a", {"model": net}, group=LOCAL)
     assert not any(tmp_path.iterdir())
@@ -218,7 +217,7 @@ def test_marks_outside_the_group_are_refused(tmp_path):
 
 @ranks(2)
 def test_what_differs_between_ranks_is_refused(tmp_path):
-    world = Group.of(dist.group.WORLD)
+    world = Mesh().group("dp")
     with pytest.raises(ValueError, match=r"at \['x/x'\]: a tensor without shard marks"):
         ckpt.save(tmp_path / "a", {"x": torch.full((2,), world.rank)}, group=world)
     with pytest.raises(ValueError, match=r"at \['step'\]: JSON values"):
@@ -230,7 +229,7 @@ def test_what_differs_between_ranks_is_refused(tmp_path):
 
 @ranks(2)
 def test_f_155_a_failing_rank_raises_on_all_and_nothing_is_lost(tmp_path):
-    world = Group.of(dist.group.WORLD)
+    world = Mesh().group("dp")
     net, adam = _build(world, steps=1)
     ckpt.save(tmp_path / "step-1", {"model": net}, group=world)
     before = _listing(tmp_path)
@@ -256,7 +255,7 @@ def test_target_may_be_empty_but_never_filled(tmp_path):
 
 @ranks(2)
 def test_full_disk_raises_on_all_ranks_and_leaves_the_old_checkpoint(tmp_path):
-    world = Group.of(dist.group.WORLD)
+    world = Mesh().group("dp")
     root = tmp_path / "run"
     if world.rank == 0:
         _mount_small_disk(root)

@@ -77,7 +77,7 @@ def test_cut_packed_and_replicated_tensors_arrive_whole():
 
 @ranks(2)
 def test_a_tensor_that_one_rank_alone_holds_arrives():
-    group = Group.of(dist.group.WORLD)
+    group = Mesh().group("dp")
     held = [Held(f"of.{group.rank}", torch.full((2,), group.rank))]
     arrived = {}
     collection = Collection(held, group=group, task="test", raises=RuntimeError)
@@ -87,7 +87,7 @@ def test_a_tensor_that_one_rank_alone_holds_arrives():
 
 @ranks(2)
 def test_f_160_elements_that_no_rank_holds_are_refused():
-    group = Group.of(dist.group.WORLD)
+    group = Mesh().group("dp")
     half = Group((group.rank, 9), rank=0)  # the other half lies on a rank that is not asked
     with pytest.raises(ValueError, match=r"must include the ranks \[[01], 9\] that hold w"):
         Collection(
@@ -103,7 +103,7 @@ def test_f_160_elements_that_no_rank_holds_are_refused():
 
 @ranks(2)
 def test_ranks_that_disagree_on_a_shape_are_refused():
-    group = Group.of(dist.group.WORLD)
+    group = Mesh().group("dp")
     with pytest.raises(ValueError, match=r"ranks disagree on w"):
         Collection(
             [Held("w", torch.ones(2 + group.rank))], group=group, task="test", raises=RuntimeError
@@ -122,7 +122,7 @@ def test_meta_is_refused():
 
 @ranks(2)
 def test_an_error_of_the_consumer_raises_on_all():
-    group = Group.of(dist.group.WORLD)
+    group = Mesh().group("dp")
     held = [Held("w", torch.ones(2, 3), (ShardSpec(0, group),))]
     collection = Collection(held, group=group, task="write", raises=RuntimeError)
 

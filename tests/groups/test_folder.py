@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, safe_open
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from megablocks_core.groups.collect import Whole
 from megablocks_core.groups.folder import CODES, NewFolder, SafetensorsWriter

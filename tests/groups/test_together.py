@@ -1,9 +1,8 @@
 """What one rank cannot do, no rank does."""
 
 import pytest
-import torch.distributed as dist
 
-from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups import LOCAL, Mesh
 from megablocks_core.groups.together import together
 from megablocks_core.testing import ranks
 
@@ -15,7 +14,7 @@ def test_one_process_keeps_its_own_error():
 
 @ranks(2)
 def test_an_error_on_one_rank_raises_on_all():
-    group = Group.of(dist.group.WORLD)
+    group = Mesh().group("dp")
     with (
         pytest.raises(OSError if group.rank == 1 else LookupError) as caught,
         together("write(f)", group=group, raises=LookupError),
@@ -28,7 +27,7 @@ def test_an_error_on_one_rank_raises_on_all():
 
 @ranks(2)
 def test_a_value_error_is_one_everywhere():
-    group = Group.of(dist.group.WORLD)
+    group = Mesh().group("dp")
     with (
         pytest.raises(ValueError, match="size=3"),
         together("check", group=group, raises=LookupError),
