@@ -9,10 +9,9 @@ hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, d
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--mutation",
-        help="a fault of megablocks_core.testing.mutations on all ranks: some test must fail",
-    )
+    group = parser.getgroup("ranks")
+    group.addoption("--delayed", action="store_true", help="messages between ranks come late")
+    group.addoption("--mutation", help="a fault in groups, on all ranks: some test must fail")
 
 
 def pytest_configure(config):

@@ -75,6 +75,8 @@ def _run(
 ) -> None:
     import pytest
 
+    if backend == "gloo" and config.getoption("--delayed", default=False):
+        backend = "delayed"
     try:
         answers = pool_of(config).run(
             file=inspect.getfile(body),

@@ -149,6 +149,10 @@ def _enter_world(job: Job, rank: int) -> None:
         import torch
 
         torch.cuda.set_device(rank)
+    elif job.backend == "delayed":
+        from megablocks_core.testing.delayed import register
+
+        register()
     dist.init_process_group(
         job.backend,
         init_method=f"file://{job.store}",
