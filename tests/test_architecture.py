@@ -104,13 +104,13 @@ def test_data_loads_no_torch_even_when_every_name_is_resolved():
     assert "torch" not in loaded_by("data", every_name=True)
 
 
-def test_groups_adds_little_time_to_torch():
+def test_groups_with_every_name_adds_under_a_tenth_of_a_second_to_torch():
     code = """
 import time
 import torch
-start = time.perf_counter()
+start = time.process_time()
 from megablocks_core.groups import *
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
     assert min(fresh_interpreter(code) for _ in range(3)) < 0.1
 
