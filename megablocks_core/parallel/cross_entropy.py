@@ -92,6 +92,10 @@ def vocab_parallel_cross_entropy(
     return total if reduction == "sum" else total / valid_T.sum().clamp(min=1)
 
 
+# Logits in a block.
+_BLOCK = 1 << 18
+
+
 class _Options(NamedTuple):
     label_smoothing: float
     z_loss: float
@@ -201,17 +205,30 @@ def _sums(
     group: Group,
 ) -> _Sums:
     """Sums over all ranks' columns, and the number of targets outside, in one message."""
-    x_Tc = x_Tc.to(top_T.dtype) - top_T.unsqueeze(-1)
-    target_T = torch.zeros_like(top_T)
-    if x_Tc.shape[-1]:
-        here_T, place_T = _place(index_T, x_Tc.shape[-1])
-        own_T = x_Tc.gather(-1, place_T.unsqueeze(-1)).squeeze(-1)
-        target_T = torch.where(here_T, own_T, target_T)
-    all_T = [x_Tc.sum(-1)] if smoothed else []
-    own = torch.stack([x_Tc.exp_().sum(-1), target_T, *all_T])
+    num_tokens, num_columns = top_T.numel(), x_Tc.shape[-1]
+    x_Nc, top_N = x_Tc.reshape(num_tokens, num_columns), top_T.reshape(num_tokens, 1)
+    index_N = index_T.reshape(num_tokens, 1)
+    own = top_T.new_zeros(3 if smoothed else 2, num_tokens)
+    for rows in _row_blocks(x_Nc):
+        x_nc = x_Nc[rows].to(top_N.dtype) - top_N[rows]
+        if num_columns:
+            here_n, place_n = _place(index_N[rows], num_columns)
+            own[1, rows] = torch.where(here_n, x_nc.gather(-1, place_n), 0.0).squeeze(-1)
+        if smoothed:
+            own[2, rows] = x_nc.sum(-1)
+        own[0, rows] = x_nc.exp_().sum(-1)
     heard = group.all_reduce(torch.cat([own.flatten(), outside_T.sum().view(1)]))
-    exp_T, target_T, *all_T = heard[:-1].view(own.shape)
+    exp_T, target_T, *all_T = heard[:-1].view(-1, *top_T.shape)
     return _Sums(exp_T, target_T, all_T[0] if smoothed else None, heard[-1])
+
+
+def _row_blocks(x_Nc: Tensor) -> list[slice]:
+    """Rows to work on at a time, so that wide temporaries stay in a CPU's cache."""
+    num_rows, num_columns = x_Nc.shape
+    if torch.compiler.is_compiling() or x_Nc.device.type != "cpu":
+        return [slice(0, num_rows)]
+    step = max(1, _BLOCK // max(num_columns, 1))
+    return [slice(start, start + step) for start in range(0, num_rows, step)]
 
 
 def _place(index_T: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
@@ -249,19 +266,27 @@ class _Losses(torch.autograd.Function):
     def backward(ctx: Any, dlosses_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_Tv, top_T, exp_T, index_T, valid_T, even = ctx.saved_tensors
         label_smoothing, z_loss, num_columns = ctx.options
-        x_Tc = logits_Tv[..., :num_columns]
+        num_tokens, num_padding = top_T.numel(), logits_Tv.shape[-1] - num_columns
         scale_T = dlosses_T / exp_T
         if z_loss:
             scale_T = scale_T * (1 + 2 * z_loss * (exp_T.log() + top_T))
-        dx_Tc = (x_Tc.to(top_T.dtype) - top_T.unsqueeze(-1)).exp_().mul_(scale_T.unsqueeze(-1))
-        if label_smoothing:
-            dx_Tc.sub_((even * dlosses_T).unsqueeze(-1))
-        if num_columns:
-            here_T, place_T = _place(index_T, num_columns)
-            hit_T = torch.where(here_T, (label_smoothing - 1) * dlosses_T, 0.0)
-            dx_Tc.scatter_add_(-1, place_T.unsqueeze(-1), hit_T.unsqueeze(-1))
-        dx_Tc = dx_Tc.masked_fill_(~valid_T.unsqueeze(-1), 0.0).to(logits_Tv.dtype)
-        num_padding = logits_Tv.shape[-1] - num_columns
+        hit_T = (label_smoothing - 1) * dlosses_T
+        even_T = even * dlosses_T
+
+        x_Nc = logits_Tv[..., :num_columns].reshape(num_tokens, num_columns)
+        top_N, scale_N, hit_N, even_N, index_N, valid_N = (
+            x_T.reshape(num_tokens, 1) for x_T in (top_T, scale_T, hit_T, even_T, index_T, valid_T)
+        )
+        dx_Nc = torch.empty_like(x_Nc)
+        for rows in _row_blocks(x_Nc):
+            dx_nc = (x_Nc[rows].to(top_N.dtype) - top_N[rows]).exp_().mul_(scale_N[rows])
+            if label_smoothing:
+                dx_nc.sub_(even_N[rows])
+            if num_columns:
+                here_n, place_n = _place(index_N[rows], num_columns)
+                dx_nc.scatter_add_(-1, place_n, torch.where(here_n, hit_N[rows], 0.0))
+            dx_Nc[rows] = dx_nc.masked_fill_(~valid_N[rows], 0.0)
+        dx_Tv = dx_Nc.view(*top_T.shape, num_columns)
         if num_padding:
-            dx_Tc = pad(dx_Tc, (0, num_padding))
-        return dx_Tc, *[None] * 6
+            dx_Tv = pad(dx_Tv, (0, num_padding))
+        return dx_Tv, *[None] * 6
