@@ -18,3 +18,14 @@ def pytest_configure(config):
     torch.set_num_threads(1)
     fill_empty_with_nan()
     hypothesis.settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Late messages and faults concern tests in which ranks send: run no others."""
+    if config.getoption("--delayed") or config.getoption("--mutation"):
+        config.hook.pytest_deselected(items=[item for item in items if _num_ranks(item) < 2])
+        items[:] = [item for item in items if _num_ranks(item) > 1]
+
+
+def _num_ranks(item):
+    return item.callspec.params.get("num_ranks", 1) if hasattr(item, "callspec") else 1

@@ -63,8 +63,8 @@ class DelayedGroup(dist.ProcessGroup):
     """A process group whose messages leave in order, each after a pause."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         # It carries the group's name, and serves what is not delayed below.
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._outbox: Any = queue.SimpleQueue()
@@ -126,13 +126,6 @@ class DelayedGroup(dist.ProcessGroup):
     ) -> DelayedWork:
         return self._send(output, self._gloo.alltoall_base, input, receive, send, opts=opts)
 
-    # The names that torch used before 2.13.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
     # Messages between two ranks, and none at all.
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> DelayedWork:
@@ -164,6 +157,17 @@ class DelayedGroup(dist.ProcessGroup):
         started: Future[Any] = Future()
         self._outbox.put((lambda: message(arrived, *inputs, *options), started))
         return DelayedWork(started, arrived, outputs)
+
+
+# The names by which torch's own functions and earlier versions call the same messages.
+for _alias, _message in {
+    "_allgather_base": DelayedGroup.all_gather_single,
+    "_reduce_scatter_base": DelayedGroup.reduce_scatter_single,
+    "allgather_into_tensor_coalesced": DelayedGroup.all_gather_single_coalesced,
+    "reduce_scatter_tensor_coalesced": DelayedGroup.reduce_scatter_single_coalesced,
+    "alltoall_base": DelayedGroup.all_to_all_single,
+}.items():
+    setattr(DelayedGroup, _alias, _message)
 
 
 def _leave_late(outbox: Any, rank: int) -> None:

@@ -252,7 +252,8 @@ def _paired(ours: Any, theirs: Any) -> list[tuple[str, Tensor | None, Tensor | N
     """The tensors of two nests of results, by their place."""
     mine, others = dict(_tensors(ours)), dict(_tensors(theirs))
     if not others:
-        raise ValueError(f"outputs={theirs!r} must hold a tensor in tuples, dicts or dataclasses")
+        kind = type(theirs).__name__
+        raise ValueError(f"outputs={kind} must be tensors in tuples, lists, dicts or dataclasses")
     return [(name, mine.get(name), others.get(name)) for name in {**others, **mine}]
 
 

@@ -109,8 +109,8 @@ def _identity(right: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(*tensors: Tensor, **options: Any) -> Any:
         if not _sends(**options):
             return right(*tensors, **options)
-        copies = tuple(x.view_as(x) for x in tensors)
-        return copies if len(copies) > 1 or "specs" in options else copies[0]
+        copies = [x.view_as(x) for x in tensors]
+        return copies[0] if len(copies) == 1 and "group" in options else tuple(copies)
 
     return wrong
 

@@ -12,6 +12,7 @@ import megablocks_core.groups as groups
 from megablocks_core.groups import (
     LOCAL,
     Group,
+    Mesh,
     Segment,
     ShardSpec,
     all_gather_to,
@@ -80,7 +81,7 @@ class Everything(nn.Module):
 
 
 def _check():
-    group = Group.of(dist.group.WORLD)
+    group = Mesh(tp=dist.get_world_size()).group("tp")
     x_TH = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     assert_parallel_equivalence(Everything, x_TH, group=group, loss=lambda y: (y * y).sum())
 
@@ -127,8 +128,8 @@ def test_a_module_that_imports_during_a_fault_is_put_right_afterwards():
     sys.modules["late"] = late
     try:
         with mutation("mark: segments merged"):
-            late.mark = marking.mark
-        assert late.mark is marking.mark is mark
+            vars(late)["mark"] = marking.mark
+        assert vars(late)["mark"] is marking.mark is mark
     finally:
         del sys.modules["late"]
 
