@@ -7,9 +7,10 @@ is first one round through the world's store:
 * the first rank to come writes its request, the others compare theirs with it;
 * the last rank to find them equal settles the round; a rank that finds a difference, or has
   waited too long, settles it as failed. The first settlement counts, so all ranks end alike;
-* a rank that missed a failed round is left a notice, and fails at its next call at once.
+* a rank that comes later finds the round settled and raises at once.
 
-After a failed round the ranks are in step again: the next call of each joins a new round.
+Call n of each rank belongs to round n, however the rounds before ended, so ranks that go on
+after a failure are still in step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _AGREED = "agreed"
 def agree(request: str, *, timeout: timedelta) -> None:
     """Return once every rank of the world has called this with an equal ``request``.
 
-    Each rank sends about ten small messages to the store, and none to other ranks.
+    Each rank sends about eight small messages to the store, and none to other ranks.
 
     Raises:
         RuntimeError: The requests differ, or a rank did not ask within ``timeout``. Every rank
@@ -49,18 +50,16 @@ def agree_through(
 ) -> None:
     """Do what ``agree`` says over any store, for any rank of any world."""
     this_round = _Round(store, rank=rank, world_size=world_size)
-    missed = this_round.take_notice()
-    if missed:
-        raise RuntimeError(f"{missed}; now rank {rank} asks for {request}")
     this_round.propose(request, timeout)
     verdict = this_round.verdict(request, timeout)
-    this_round.leave(verdict)
+    this_round.leave()
     if verdict != _AGREED:
-        raise RuntimeError(verdict)
+        late = "" if request in verdict else f"; now rank {rank} asks for {request}"
+        raise RuntimeError(verdict + late)
 
 
 class _Round:
-    """The current round, as one rank sees it."""
+    """One round, as one rank sees it."""
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
         from torch.distributed.distributed_c10d import PrefixStore
@@ -68,13 +67,11 @@ class _Round:
         self.rank = rank
         self.world_size = world_size
         self.store = PrefixStore("megablocks_core.groups", store)
-        # Read before any notice: a failed round leaves its notices, then raises the number.
-        self.number = self.store.add("round", 0)
+        self.number = self.store.add(f"calls of rank {rank}", 1)
         self.keys = PrefixStore(f"round {self.number}", self.store)
 
     def propose(self, request: str, timeout: timedelta) -> None:
         """Write the round's request if this rank is the first, else compare with it."""
-        self.store.set(f"round of rank {self.rank}", str(self.number))
         if self.keys.add("opened", 1) == 1:
             self.keys.set("request", f"{self.rank} {request}")
         if not _arrives(self.keys, "request", timeout):
@@ -100,36 +97,17 @@ class _Round:
 
     def settle(self, verdict: str) -> None:
         """End the round with ``verdict``, unless another rank has ended it."""
-        if self.keys.add("settled", 1) > 1:
-            return
-        if verdict != _AGREED:
-            for rank in self.absent():
-                self.store.set(f"notice to rank {rank}", verdict)
-        self.store.add("round", 1)
-        self.keys.set("verdict", verdict)
+        if self.keys.add("settled", 1) == 1:
+            self.keys.set("verdict", verdict)
 
     def absent(self) -> list[int]:
         """Ranks that have not come to this round."""
-        return [
-            rank
-            for rank, key in enumerate(f"round of rank {rank}" for rank in range(self.world_size))
-            if not self.store.check([key]) or int(self.store.get(key)) != self.number
-        ]
+        calls = [self.store.add(f"calls of rank {rank}", 0) for rank in range(self.world_size)]
+        return [rank for rank, number in enumerate(calls) if number < self.number]
 
-    def take_notice(self) -> str:
-        """What a failed round left for this rank, or nothing; a second call gets nothing."""
-        key = f"notice to rank {self.rank}"
-        if not self.store.check([key]):
-            return ""
-        text = self.store.get(key).decode()
-        self.store.delete_key(key)
-        return text
-
-    def leave(self, verdict: str) -> None:
-        """Tidy up. A failed round keeps its keys, for a rank that is just coming to it."""
-        if verdict != _AGREED:
-            self.take_notice()
-        elif self.keys.add("left", 1) == self.world_size:
+    def leave(self) -> None:
+        """Remove the round from the store, if this is the last of all ranks to have come."""
+        if self.keys.add("left", 1) == self.world_size:
             for key in ("opened", "request", "equal", "settled", "verdict", "left"):
                 self.keys.delete_key(key)
 

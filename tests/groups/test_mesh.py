@@ -1,0 +1,355 @@
+"""A mesh names axes, makes groups that talk, and refuses what would make ranks wait."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from datetime import timedelta
+from time import monotonic
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megablocks_core.groups import LOCAL, Mesh
+from megablocks_core.testing import ranks
+
+SOON = timedelta(seconds=5)
+
+
+def sum_of_ranks(group):
+    return int(group.all_reduce(torch.tensor([dist.get_rank()])))
+
+
+# One process, no torch.distributed.
+
+
+def test_arithmetic_loads_no_torch():
+    code = (
+        "import sys, megablocks_core.groups as g; m = g.Mesh(world_size=4096, rank=17, tp=8, pp=16)"
+        "; assert m.size('dp') == 32 and m.coordinate('tp') == 1 and m.expert.size('edp') == 256"
+        "; assert m.group('cp') is g.LOCAL and g.Mesh().world_size == 1"
+        "; assert m.ranks('pp')[17] == list(range(17, 4096, 256)), m.describe()"
+        "; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_a_world_every_group_is_local():
+    mesh = Mesh()
+    assert (mesh.world_size, mesh.rank) == (1, 0)
+    for group in [mesh.group("tp"), mesh.group("dp", "cp"), mesh.expert.group("ep")]:
+        assert group is LOCAL and group.size == 1 and group.pg is None
+    assert mesh.split("dp", inner=1) == (LOCAL, LOCAL)
+
+
+def test_coordinates_and_sizes_of_both_views():
+    mesh = Mesh(world_size=16, rank=13, tp=2, cp=2, pp=2, ep=4)
+    assert [mesh.coordinate(axis) for axis in ("tp", "cp", "dp", "pp")] == [1, 0, 1, 1]
+    assert [mesh.expert.size(axis) for axis in ("etp", "ep", "edp", "pp")] == [1, 4, 2, 2]
+    assert [mesh.expert.coordinate(axis) for axis in ("etp", "ep", "edp", "pp")] == [0, 1, 1, 1]
+    assert mesh.ranks("cp", "tp") == mesh.ranks("tp", "cp")
+
+
+def test_sizes_above_one_need_a_world():
+    with pytest.raises(ValueError, match="sizes above 1 need world_size= .* tp=2, cp=1, dp=-1"):
+        Mesh(tp=2)
+    with pytest.raises(ValueError, match="sizes above 1 need world_size="):
+        Mesh(ep=2)
+    with pytest.raises(ValueError, match="rank=1 must come with world_size="):
+        Mesh(rank=1)
+    with pytest.raises(ValueError, match=r"rank=4 must be in range\(world_size=4\)"):
+        Mesh(world_size=4, rank=4)
+
+
+def test_a_group_of_more_than_one_needs_torch_distributed():
+    mesh = Mesh(world_size=4, rank=3, tp=2)
+    with pytest.raises(RuntimeError, match=r"Mesh\(world_size=4, .* needs torch.distributed"):
+        mesh.group("tp")
+    with pytest.raises(RuntimeError, match="for its own rank unless rank= is given"):
+        Mesh(world_size=4, tp=2).coordinate("tp")
+
+
+def test_f_002b_etp_does_not_follow_tp():
+    mesh = Mesh(world_size=4, tp=4, ep=4)
+    assert mesh.expert.size("etp") == 1 and mesh.expert.size("edp") == 1
+
+
+def test_f_003_a_split_that_does_not_divide_is_refused():
+    mesh = Mesh(world_size=6, cp=3, dp=2)
+    with pytest.raises(ValueError, match=r"inner=4 must divide cp \* dp=6"):
+        mesh.split("dp", "cp", inner=4)
+
+
+def test_f_004_an_axis_that_nobody_declared_is_named_with_those_declared():
+    mesh = Mesh(world_size=8, tp=2, pp=2, dp=2)
+    for ask in (mesh.group, mesh.ranks, mesh.size):
+        with pytest.raises(ValueError, match="axis='ep' must be one of tp, cp, dp, pp"):
+            ask("ep")
+    with pytest.raises(ValueError, match="axis='tp' must be one of etp, ep, edp, pp"):
+        mesh.expert.group("tp")
+
+
+def test_an_order_that_moves_expert_stages_raises_only_for_experts():
+    mesh = Mesh(world_size=8, rank=0, tp=2, dp=2, pp=2, ep=2, order="tp-pp-cp-dp")
+    assert mesh.ranks("pp")[0] == [0, 2]
+    with pytest.raises(ValueError, match="order='tp-pp-cp-dp' must give .* the same pp groups"):
+        mesh.expert  # noqa: B018
+
+
+def test_options_are_by_axis():
+    with pytest.raises(ValueError, match=r"options=\['xp'\] must be axes"):
+        Mesh(options={"xp": object()})
+
+
+def test_a_mesh_does_not_change_and_copies_to_itself():
+    mesh = Mesh(world_size=8, rank=3, tp=2, pp=2, ep=2, timeout=SOON)
+    for name in ("rank", "world_size", "expert", "tp"):
+        with pytest.raises(AttributeError):
+            setattr(mesh, name, 1)
+    assert copy.deepcopy(mesh) is mesh
+    again = pickle.loads(pickle.dumps(mesh))
+    assert repr(again) == repr(mesh)
+    assert repr(eval(repr(mesh))) == repr(mesh)
+
+
+def test_a_fake_world_has_groups_that_no_other_rank_agreed_on():
+    dist.init_process_group("fake", store=HashStore(), rank=5, world_size=256)
+    try:
+        mesh = Mesh(tp=4, pp=8, ep=16)
+        assert mesh.group("tp").ranks == (4, 5, 6, 7)
+        assert mesh.group("dp").ranks == tuple(range(1, 32, 4))
+        assert mesh.expert.group("ep").ranks == tuple(range(16))
+    finally:
+        dist.destroy_process_group()
+
+
+# On several ranks.
+
+
+@ranks(4)
+def test_groups_talk_to_their_ranks():
+    mesh = Mesh(tp=2, ep=4)
+    rank = dist.get_rank()
+    tp, dp, both = mesh.group("tp"), mesh.group("dp"), mesh.group("dp", "tp")
+    assert (tp.size, tp.rank, tp.ranks) == (2, rank % 2, (rank // 2 * 2, rank // 2 * 2 + 1))
+    assert sum_of_ranks(tp) == [1, 1, 5, 5][rank]
+    assert sum_of_ranks(dp) == [2, 4, 2, 4][rank]
+    assert sum_of_ranks(both) == sum_of_ranks(mesh.expert.group("ep")) == 6
+    assert mesh.group("cp") is LOCAL and mesh.expert.group("etp") is LOCAL
+
+
+@ranks(2, 4)
+def test_two_meshes_of_different_shape_live_side_by_side():
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    rows, columns = Mesh(tp=world_size), Mesh(dp=world_size)
+    halves = Mesh(tp=2)
+    for _ in range(2):
+        assert sum_of_ranks(rows.group("tp")) == sum(range(world_size))
+        assert columns.group("tp") is LOCAL
+        assert sum_of_ranks(columns.group("dp")) == sum(range(world_size))
+        assert sum_of_ranks(halves.group("tp")) == rank // 2 * 4 + 1
+    halves.close()
+    assert sum_of_ranks(rows.group("tp")) == sum(range(world_size))
+
+
+@ranks(4)
+def test_equal_ranks_share_one_group_within_a_mesh():
+    mesh = Mesh(tp=2, ep=2)
+    assert mesh.group("tp") is mesh.group("tp") is mesh.expert.group("ep")
+    assert mesh.group("dp") is mesh.expert.group("edp")
+    assert mesh.split("dp", "tp", inner=2) == (mesh.group("tp"), mesh.group("dp"))
+    with patch.object(dist, "new_group", side_effect=AssertionError("made again")):
+        assert mesh.group("tp", "pp") is mesh.group("cp", "tp") is mesh.group("tp")
+    assert Mesh(tp=2).group("tp") != mesh.group("tp")
+
+
+@ranks(4)
+def test_split_gives_shard_and_replicate_groups():
+    shard, replicate = Mesh().split("dp", inner=2)
+    rank = dist.get_rank()
+    assert shard.ranks == [(0, 1), (2, 3)][rank // 2]
+    assert replicate.ranks == [(0, 2), (1, 3)][rank % 2]
+    assert sum_of_ranks(shard) == sum(shard.ranks)
+    assert sum_of_ranks(replicate) == sum(replicate.ranks)
+
+
+@ranks(4)
+def test_timeout_and_options_reach_every_group():
+    timeout = timedelta(seconds=77)
+    options = {"tp": {"of": "tp"}, "dp": {"of": "dp"}, "edp": {"of": "edp"}}
+    mesh = Mesh(tp=2, ep=2, timeout=timeout, options=options)
+    given, new_group = [], dist.new_group
+
+    def spy(ranks, *, pg_options, **others):
+        given.append(pg_options)
+        return new_group(ranks, **others)
+
+    def of(group):
+        seconds = group.pg._get_backend(torch.device("cpu")).options._timeout
+        assert seconds == timeout
+        names = {options["of"] for options in given}
+        given.clear()
+        return names
+
+    with patch.object(dist, "new_group", spy):
+        assert of(mesh.group("tp")) == {"tp"}
+        assert of(mesh.group("dp", "tp")) == {"tp"}  # all ranks, yet a group of its own
+        assert of(mesh.group("dp")) == {"dp"}
+        assert of(mesh.expert.group("ep")) == {"dp"}
+        mesh.expert.group("edp", "pp")
+        assert all(one is not options["edp"] for one in given)  # each group has a copy
+        assert of(mesh.expert.group("edp")) == {"edp"}
+        assert of(mesh.split("tp", "dp", inner=4)[0]) == set()  # made above
+
+
+@ranks(2)
+def test_a_group_of_all_ranks_is_the_default_one_unless_it_differs():
+    assert Mesh(tp=2).group("tp").pg is dist.group.WORLD
+    assert Mesh(tp=2, timeout=SOON).group("tp").pg is not dist.group.WORLD
+    spare = Mesh(dp=2)
+    spare.group("dp")
+    spare.close()
+    assert sum_of_ranks(Mesh(dp=2).group("dp")) == 1
+
+
+@ranks(4)
+def test_ranks_that_ask_in_another_order_raise_everywhere_in_bounded_time():
+    mesh = Mesh(tp=2, timeout=timedelta(seconds=30))
+    start = monotonic()
+    for axis in ("tp", "dp") if dist.get_rank() == 2 else ("dp", "tp"):
+        with pytest.raises(RuntimeError) as error:
+            mesh.group(axis)
+        for asked in ("group('tp') making [[0, 1], [2, 3]]", "group('dp') making [[0, 2], [1, 3]]"):
+            assert asked in str(error.value)
+    assert monotonic() - start < 20
+    assert sum_of_ranks(mesh.group("tp")) == dist.get_rank() // 2 * 4 + 1
+
+
+@ranks(2)
+def test_ranks_whose_meshes_differ_raise_even_where_their_groups_are_equal():
+    mesh = Mesh(tp=2) if dist.get_rank() == 0 else Mesh(dp=2)
+    with pytest.raises(RuntimeError, match="must ask for the same groups .* tp=2.* dp=2|tp=1"):
+        mesh.group("tp" if dist.get_rank() == 0 else "dp")
+
+
+@ranks(3)
+def test_a_missing_rank_is_named_and_the_rest_can_go_on_afterwards():
+    mesh = Mesh(timeout=SOON)
+    if dist.get_rank() != 1:
+        with pytest.raises(RuntimeError, match=r"group\('dp'\) making .* ranks \[1\] for none"):
+            mesh.group("dp")
+        dist.barrier()
+    else:
+        dist.barrier()  # comes when the others have given up
+        with pytest.raises(RuntimeError, match=r"group\('dp'\) making .* ranks \[1\] for none"):
+            mesh.group("dp")
+    dist.barrier()
+    assert sum_of_ranks(mesh.group("dp")) == 3
+
+
+@ranks(2)
+def test_f_007_a_world_that_does_not_match_raises_the_same_before_any_collective():
+    """Proposed: a ValueError that lists the world and each size, with one text on all ranks."""
+    with pytest.raises(ValueError, match="world_size=2, tp=4, cp=1, dp=-1, pp=1") as error:
+        Mesh(tp=4)
+    texts = [""] * 2
+    dist.all_gather_object(texts, str(error.value))
+    assert texts[0] == texts[1]
+    for wrong in (Mesh(world_size=4, tp=2), Mesh(world_size=2, rank=1 - dist.get_rank(), tp=2)):
+        with pytest.raises(ValueError, match="must be those of torch.distributed, 2 and"):
+            wrong.group("tp")
+
+
+@ranks(2)
+def test_close_destroys_what_was_made_and_asking_again_makes_it_again():
+    mesh = Mesh(timeout=timedelta(seconds=20))
+    old = mesh.group("dp")
+    pg = old.pg
+    mesh.close()
+    with pytest.raises(RuntimeError, match="its mesh was closed"):
+        sum_of_ranks(old)
+    with pytest.raises(ValueError, match="Invalid process group"):
+        dist.destroy_process_group(pg)
+    assert sum_of_ranks(mesh.group("dp")) == 1
+    mesh.close()
+    mesh.close()
+
+
+@ranks(2)
+def test_groups_of_a_world_that_ended_are_made_anew(tmp_path):
+    mesh = Mesh(dp=2, timeout=timedelta(seconds=20))
+    old, rank = mesh.group("dp"), mesh.rank
+    dist.barrier()
+    dist.destroy_process_group()
+    store = FileStore(str(tmp_path / "second"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    assert mesh.group("dp") != old
+    assert sum_of_ranks(mesh.group("dp")) == 1
+
+
+@ranks(4)
+def test_a_device_mesh_lends_its_groups():
+    shape, names = (2, 2), ("dp", "tp")
+    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = Mesh.from_device_mesh(device_mesh, ep=2)
+    with patch.object(dist, "new_group", side_effect=AssertionError("made again")):
+        for name in names:
+            assert mesh.group(name).pg is device_mesh.get_group(name)
+            assert mesh.coordinate(name) == device_mesh.get_local_rank(name)
+        assert mesh.expert.group("ep").pg is device_mesh.get_group("tp")
+    mesh.close()
+    assert sum_of_ranks(Mesh.from_device_mesh(device_mesh).group("dp")) == [2, 4, 2, 4][mesh.rank]
+    for ranks_of_it in ([3, 2, 1, 0], [1, 0, 2, 3]):
+        backwards = DeviceMesh("cpu", ranks_of_it, mesh_dim_names=("tp",))
+        with pytest.raises(ValueError, match="must hold every rank, ascending"):
+            Mesh.from_device_mesh(backwards)
+    with pytest.raises(ValueError, match="world_size must be tp"):
+        Mesh.from_device_mesh(device_mesh["tp"])
+
+
+@ranks(4)
+def test_a_hybrid_device_mesh_lends_the_groups_of_the_split():
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = Mesh.from_device_mesh(device_mesh)
+    with patch.object(dist, "new_group", side_effect=AssertionError("made again")):
+        shard, replicate = mesh.split("dp", inner=2)
+    assert shard.pg is device_mesh.get_group("dp_shard")
+    assert replicate.pg is device_mesh.get_group("dp_replicate")
+
+
+@ranks(4)
+def test_to_device_mesh_has_the_same_groups():
+    mesh = Mesh(tp=2)
+    device_mesh = mesh.to_device_mesh()
+    assert device_mesh.mesh_dim_names == ("dp", "tp")
+    for axis in ("dp", "tp"):
+        assert device_mesh[axis].get_group() is mesh.group(axis).pg
+        assert device_mesh.get_local_rank(axis) == mesh.coordinate(axis)
+    assert device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+
+
+@ranks(1)
+def test_a_mesh_of_one_rank_is_no_device_mesh():
+    with pytest.raises(ValueError, match="must have an axis larger than 1"):
+        Mesh().to_device_mesh()
+
+
+@ranks(4)
+def test_describe_tells_sizes_groups_and_communicators():
+    mesh = Mesh(tp=2, ep=2)
+    for group in (mesh.group("tp"), mesh.expert.group("ep"), mesh.group("tp", "dp")):
+        assert group.size > 1
+    if mesh.rank == 3:
+        assert mesh.describe() == (
+            "4 ranks, fastest axis first\n"
+            "dense:  tp=2, cp=1, dp=2, pp=1\n"
+            "expert: etp=1, ep=2, edp=2, pp=1\n"
+            "group('tp'): [2, 3]\n"
+            "expert.group('ep'): [2, 3]\n"
+            "group('tp', 'dp'): [0, 1, 2, 3]\n"
+            "2 communicators on this rank, 1 made here"
+        )
