@@ -21,7 +21,7 @@ from megablocks_core.layers.mlp import GatedMLP
 from megablocks_core.layers.norm import RMSNorm, on_part
 from megablocks_core.layers.rotary import RotaryEmbedding
 from megablocks_core.layers.spec import DecoderSpec
-from megablocks_core.parallel.embedding import VocabParallelEmbedding
+from megablocks_core.parallel import VocabParallelEmbedding
 from megablocks_core.parallel.initial import draw_key, key_of, normal_
 
 
@@ -145,9 +145,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.tp = LOCAL if mesh is None else mesh.group("tp")
         self.sequence_parallel = sequence_parallel
-        self.rotary = RotaryEmbedding(
-            spec.head_dim, base=spec.rope_base, scaling=spec.rope_scaling
-        )
+        self.rotary = RotaryEmbedding(spec.head_dim, base=spec.rope_base, scaling=spec.rope_scaling)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         parallel = {"sequence_parallel": sequence_parallel, **place}
         make_norm = partial(norm or RMSNorm, eps=spec.norm_eps, **place)
@@ -162,9 +160,7 @@ class Decoder(nn.Module):
             spec.vocab_size, spec.hidden_size, padding_idx=spec.pad_token_id, **blank
         )
         head = VocabParallelHead(spec.hidden_size, spec.vocab_size, **blank)
-        self.model = _Trunk(
-            embedding.to_empty(device=where), layers, make_norm(spec.hidden_size)
-        )
+        self.model = _Trunk(embedding.to_empty(device=where), layers, make_norm(spec.hidden_size))
         self.lm_head = head.to_empty(device=where)
         self._tie()
         self.register_load_state_dict_post_hook(lambda module, _: module._tie())
@@ -184,8 +180,9 @@ class Decoder(nn.Module):
             elif name.endswith("bias"):
                 parameter.zero_()
         for part in self.modules():
-            if _is_norm(part):
-                part.reset_parameters()
+            reset = getattr(part, "reset_parameters", None)
+            if reset is not None and _is_norm(part):
+                reset()
         embedding = self.model.embed_tokens
         padding, rows = embedding.padding_idx, embedding.rows
         if padding is not None and rows.start <= padding < rows.stop:
@@ -293,6 +290,4 @@ def _layer(
         tp=tp,
         **parallel,
     )
-    return DecoderLayer(
-        spec.hidden_size, attention=attention, feed_forward=feed_forward, norm=norm
-    )
+    return DecoderLayer(spec.hidden_size, attention=attention, feed_forward=feed_forward, norm=norm)

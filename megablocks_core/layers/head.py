@@ -59,7 +59,7 @@ class VocabParallelHead(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """Logits over this rank's part of the vocabulary."""
-        return column_linears(x_TH, self)[0]
+        return column_linears(x_TH, self)[0]  # pyright: ignore[reportArgumentType]
 
     def gather(self, logits_Tv: Tensor) -> Tensor:
         """Logits over the whole vocabulary: an all-gather; all ranks must go on with them alike."""

@@ -1,4 +1,4 @@
-"""Projections of attention and feed-forward layers: what ``linear=`` injects, and how to call it."""
+"""Projections of attention and feed-forward layers: how ``linear=`` builds them, and their use."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal

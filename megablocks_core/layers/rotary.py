@@ -107,14 +107,14 @@ def frequencies(
     """Radians by which each pair of features turns from one position to the next, float64 [r]."""
     exponents_r = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
     plain_r = base**-exponents_r
-    kind = "default" if scaling is None else scaling["rope_type"]
-    if scaling is None or kind == "default":
+    if scaling is None or scaling["rope_type"] == "default":
         return plain_r
     slow_r = plain_r / scaling["factor"]
-    if kind == "linear":
+    if scaling["rope_type"] == "linear":
         return slow_r
-    keep_r = _llama3_share(plain_r, scaling) if kind == "llama3" else None
-    if keep_r is None:
+    if scaling["rope_type"] == "llama3":
+        keep_r = _llama3_share(plain_r, scaling)
+    else:
         keep_r = _yarn_share(rotary_dim, base, scaling, plain_r)
     return plain_r * keep_r + slow_r * (1 - keep_r)
 
@@ -125,7 +125,8 @@ def attention_factor(scaling: Mapping[str, Any] | None) -> float:
         return 1.0
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
-    factor, mscale, over = (scaling.get(k) for k in ("factor", "mscale", "mscale_all_dim"))
+    factor = scaling["factor"]
+    mscale, over = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if mscale and over:
         return _yarn_mscale(factor, mscale) / _yarn_mscale(factor, over)
     return _yarn_mscale(factor, 1.0)

@@ -93,7 +93,8 @@ def _formula(norm, x_TH):
     if isinstance(norm, LayerNorm):
         x_TH = x_TH - x_TH.mean(-1, keepdim=True)
     y_TH = x_TH / (x_TH.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
-    return y_TH + norm.bias.double() if isinstance(norm, LayerNorm) else y_TH
+    bias = getattr(norm, "bias", None)
+    return y_TH if bias is None else y_TH + bias.double()
 
 
 def _filled(norm):

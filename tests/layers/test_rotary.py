@@ -1,5 +1,7 @@
 """Rotary tables follow their formulas and transformers' scalings."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -9,7 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from megablocks_core.layers.rotary import RotaryEmbedding, attention_factor, frequencies, rotate
 
-SCALINGS = [
+SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 4.0},
     {
         "rope_type": "llama3",

@@ -1,20 +1,21 @@
 """Specs are read from configs without losing a feature, and written so that they read alike."""
 
 import json
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from megablocks_core.layers import DecoderSpec
 
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 48,

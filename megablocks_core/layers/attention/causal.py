@@ -57,11 +57,10 @@ def causal_attention(
 def document_positions(
     num_tokens: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None
 ) -> Tensor:
-    """Each token's place in its document, int64 [T]; tokens after the last one count on."""
+    """Each token's place in its document, or in the rest of the row after the last, int64 [T]."""
     places = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).long()
     index_T = torch.arange(num_tokens, device=places.device)
-    document_T = torch.searchsorted(places[1:-1].contiguous(), index_T, right=True)
-    return index_T - places[document_T]
+    return index_T - places[torch.searchsorted(places, index_T, right=True) - 1]
 
 
 def _attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
@@ -87,7 +86,9 @@ def _pieces(cu_seqlens: Tensor, places: Tensor, num_tokens: int) -> list[int]:
     """Lengths of document, pads, document, pads, ..., up to the end of the row."""
     sums, starts = cu_seqlens.tolist(), places.tolist()
     if len(sums) != len(starts) or sums[0] != 0 or starts[0] != 0:
-        raise ValueError(f"cu_seqlens={sums} and cu_seqlens_padded={starts} must pair and start at 0")
+        raise ValueError(
+            f"cu_seqlens={sums} and cu_seqlens_padded={starts} must pair and start at 0"
+        )
     pieces = []
     for index, length in enumerate(b - a for a, b in zip(sums, sums[1:], strict=False)):
         room = starts[index + 1] - starts[index]
@@ -115,7 +116,7 @@ def _packed_backward_op(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     pieces = _pieces(cu_seqlens, places, q.shape[1])
-    _, pull = torch.func.vjp(lambda *qkv: _packed(*qkv, pieces), q, k, v)
+    pull = torch.func.vjp(lambda q, k, v: _packed(q, k, v, pieces), q, k, v)[1]
     dq, dk, dv = (grad.contiguous() for grad in pull(dy))
     return dq, dk, dv
 

@@ -129,16 +129,14 @@ class Attention(nn.Module):
             q, k = rotate(q, cos_Tr, sin_Tr), rotate(k, cos_Tr, sin_Tr)
         rows = q.shape[:-3]
         q, k, v = (y.reshape(-1, *y.shape[-3:]) for y in (q, k, v))
-        y = causal_attention(
-            q, k, v, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded
-        )
+        y = causal_attention(q, k, v, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
         return self.o_proj(y.reshape(*rows, y.shape[1], -1))
 
 
 def _head_dim(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(
-            f"num_heads={num_heads} must divide hidden_size={hidden_size} where head_dim is not given"
+            f"num_heads={num_heads} must divide hidden_size={hidden_size}, or head_dim be given"
         )
     return hidden_size // num_heads if head_dim is None else head_dim
 

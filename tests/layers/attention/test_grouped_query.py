@@ -137,12 +137,14 @@ def test_parameters_have_the_names_of_hugging_face():
 def test_tables_and_norms_of_a_model_are_those_of_the_layer():
     layer = _attention(num_kv_heads=2)
     x_TH, positions = torch.randn(5, 16), torch.arange(5)
-    shared = {
-        "tables": layer.rotary(positions),
-        "norms": on_part(layer.q_norm, layer.k_norm, group=layer.tp),
-    }
-    expected = layer(x_TH, positions=positions)
-    assert_close(layer(x_TH, positions=positions, **shared), expected)
+    assert layer.rotary and layer.q_norm and layer.k_norm
+    y_TH = layer(
+        x_TH,
+        positions=positions,
+        tables=layer.rotary(positions),
+        norms=on_part(layer.q_norm, layer.k_norm, group=layer.tp),
+    )
+    assert_close(y_TH, layer(x_TH, positions=positions))
 
 
 def test_injected_projections_are_used():
