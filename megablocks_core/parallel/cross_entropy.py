@@ -177,9 +177,9 @@ def _fingerprint(x_Tv: Tensor, top_T: Tensor) -> Tensor:
 
     It rests on the first token's logits and on every token's largest.
     """
-    first_v = x_Tv.reshape(-1, x_Tv.shape[-1])[:1].flatten().to(top_T.dtype)
-    if len(first_v) < 2:
+    if x_Tv.shape[-1] < 2 or top_T.numel() == 0:
         return top_T.new_full((2,), torch.inf)
+    first_v = x_Tv[(0,) * top_T.dim()].to(top_T.dtype)
     values = torch.cat([first_v, top_T.flatten()])
     weights = torch.arange(len(values), device=values.device).to(values.dtype).cos()
     pair = _pair((values * weights).sum())
@@ -218,7 +218,7 @@ def _sums(
             own[2, rows] = x_nc.sum(-1)
         own[0, rows] = x_nc.exp_().sum(-1)
     heard = group.all_reduce(torch.cat([own.flatten(), outside_T.sum().view(1)]))
-    exp_T, target_T, *all_T = heard[:-1].view(-1, *top_T.shape)
+    exp_T, target_T, *all_T = heard[:-1].view(len(own), *top_T.shape)
     return _Sums(exp_T, target_T, all_T[0] if smoothed else None, heard[-1])
 
 
