@@ -157,6 +157,10 @@ def test_a_falling_loss_and_a_flat_one_are_no_anomalies():
     assert anomalies([2.0] * 50 + [2.5] + [2.0] * 10) == [50]
 
 
+def test_a_spike_is_held_against_the_latest_values_only():
+    assert anomalies([10.0] * 200 + [1.0] * 60 + [4.0] + [1.0] * 9) == [260]
+
+
 def test_total_of():
     lines = [Line(0, 0.0, {"a": Mean(1.0, 2)}), Line(1, 0.0, {}), Line(2, 0.0, {"a": Mean(5.0, 2)})]
     assert total_of(lines, "a") == 1.5 and math.isnan(total_of(lines, "b"))

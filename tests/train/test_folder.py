@@ -70,14 +70,15 @@ for step in range(10**6):
     assert [line.values["loss"] for line in run.lines] == [float(step) for step in range(7)]
 
 
-def test_the_record_is_written_aside_and_stays_whole(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fails", ["os.fsync", "os.replace"])
+def test_the_record_is_written_aside_and_stays_whole(tmp_path, monkeypatch, fails):
     write_steps(tmp_path, 0, 1)
     before = (tmp_path / "record.json").read_text()
 
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr(fails, full)
     with pytest.raises(OSError, match="no space"):
         RunFolder(tmp_path, record={}, step=1)
     assert (tmp_path / "record.json").read_text() == before
