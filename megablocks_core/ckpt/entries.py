@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.groups import Specs, logical_shape, logical_tensors
+from megablocks_core.groups import ShardSpec, logical_shape, logical_tensors
 from megablocks_core.groups.collect import Held
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_REPLICATED = Specs()
 
 
 @dataclass
@@ -33,12 +32,14 @@ class Entries:
 class Owner:
     """A parameter as the modules of ``state`` know it: "module/logical name" and its cuts."""
 
-    def __init__(self, name: str, parameter: Tensor, specs: Specs) -> None:
+    def __init__(self, name: str, parameter: Tensor, specs: tuple[ShardSpec, ...]) -> None:
         self.name, self.specs = name, specs
         self.shape = logical_shape(parameter, specs)
         self.is_cut = any(spec.group.size > 1 for spec in specs)
 
-    def specs_for(self, shape: tuple[int, ...], whole: tuple[int, ...], what: str) -> Specs:
+    def specs_for(
+        self, shape: tuple[int, ...], whole: tuple[int, ...], what: str
+    ) -> tuple[ShardSpec, ...]:
         """Cuts of an optimizer tensor: the parameter's if it has its shape, none if it is not cut.
 
         Raises:
@@ -48,7 +49,7 @@ class Owner:
             return self.specs
         if shape and self.is_cut:
             raise ValueError(f"{what} of shape {shape} must have the shape {whole} of {self.name}")
-        return _REPLICATED
+        return ()
 
 
 def take_apart(state: Mapping[str, Any]) -> Entries:

@@ -19,7 +19,14 @@ from megablocks_core.ckpt.entries import (
 )
 from megablocks_core.ckpt.manifest import CheckpointError
 from megablocks_core.ckpt.stored import Stored, StoredTensor
-from megablocks_core.groups import LOCAL, Group, Specs, load_slices, logical_shape, logical_tensors
+from megablocks_core.groups import (
+    LOCAL,
+    Group,
+    ShardSpec,
+    load_slices,
+    logical_shape,
+    logical_tensors,
+)
 from megablocks_core.groups.together import together
 
 
@@ -77,7 +84,7 @@ class _Plan:
 
     def __init__(self, state: Mapping[str, Any], stored: Stored) -> None:
         self._stored = stored
-        self._fills: list[tuple[Tensor, Specs, StoredTensor]] = []
+        self._fills: list[tuple[Tensor, tuple[ShardSpec, ...], StoredTensor]] = []
         self._optimizers: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
         self._values: dict[str, Any] = {}
         self._missing: list[str] = []
@@ -124,20 +131,22 @@ class _Plan:
         if kind == "module":
             self._module(name, value)
         elif kind == "tensor":
-            self._tensor(f"{name}/{name}", value, Specs())
+            self._tensor(f"{name}/{name}", value, ())
         elif kind == "optimizer":
             self._optimizer(name, value, entry["value"], owners)
         else:
             self._values[name] = entry["value"]
 
     def _module(self, entry: str, module: nn.Module) -> None:
-        wanted = [(f"{entry}/{name}", *rest) for name, *rest in logical_tensors(module)]
+        wanted = [
+            (f"{entry}/{name}", tensor, specs) for name, tensor, specs in logical_tensors(module)
+        ]
         served = {id(tensor) for name, tensor, _ in wanted if name in self._stored.tensors}
         for name, tensor, specs in wanted:
             if name in self._stored.tensors or id(tensor) not in served:
                 self._tensor(name, tensor, specs)
 
-    def _tensor(self, name: str, tensor: Tensor, specs: Specs) -> None:
+    def _tensor(self, name: str, tensor: Tensor, specs: tuple[ShardSpec, ...]) -> None:
         if name not in self._stored.tensors:
             self._missing.append(name)
             return
@@ -202,7 +211,7 @@ class _Plan:
             name = f"{entry}/{group_tensor(index, key)}"
             if isinstance(value, Tensor) and name in self._stored.tensors:
                 values[key] = torch.empty_like(value)
-                self._tensor(name, values[key], Specs())
+                self._tensor(name, values[key], ())
         return values
 
     def _state(self, parameter: Tensor, owner: Owner, names: list[str]) -> dict[str, Tensor]:

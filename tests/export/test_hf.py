@@ -14,6 +14,7 @@ from torch import nn
 from megablocks_core.export import load_hf, save_hf, verify
 from megablocks_core.groups import Mesh, gather_whole, marks
 from megablocks_core.layers import Decoder, DecoderSpec
+from megablocks_core.parallel import tensor_parallelize
 from megablocks_core.testing import ranks
 
 TOKENS = torch.arange(12).view(2, 6) % 10
@@ -127,6 +128,24 @@ def test_a_decoder_on_meta_gets_memory_and_its_own_slices(tmp_path, family):
     torch.testing.assert_close(logits, reference(TOKENS).logits)
 
 
+@pytest.mark.parametrize("family", list(FAMILIES))
+@ranks(2)
+def test_a_transformers_model_cut_on_meta_is_filled_and_written(tmp_path, family):
+    reference = _pretrained(tmp_path / "in", family)
+    tp = Mesh(tp=2).group("tp")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(reference.config)
+    tensor_parallelize(model, group=tp)
+    load_hf(model, tmp_path / "in", group=tp)
+    assert sum(p.numel() for p in model.parameters()) < sum(
+        p.numel() for p in reference.parameters()
+    )
+    torch.testing.assert_close(model(TOKENS).logits, reference(TOKENS).logits)
+    save_hf(model, tmp_path / "out", group=tp)
+    dist.barrier()
+    _assert_same(load_file(tmp_path / "out" / "model.safetensors"), reference)
+
+
 def test_f_168_every_name_on_both_sides_is_covered_or_listed(tmp_path):
     reference = _pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -194,7 +213,7 @@ def test_dtypes(tmp_path):
     assert all(tensor.dtype == torch.bfloat16 for tensor in written.values())
     _assert_same(written, _model(dtype=torch.bfloat16))
     with torch.no_grad():
-        decoder.model.norm.weight[0] = 1e6
+        decoder.get_parameter("model.norm.weight")[0] = 1e6
     with pytest.raises(ValueError, match="dtype=torch.float16 must hold the values of model.norm"):
         save_hf(decoder, tmp_path / "half", dtype=torch.float16)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
