@@ -19,7 +19,8 @@ PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
 
 def main(arguments: list[str]) -> int:
     """Run all chosen faults and return the exit code."""
-    parts, _, options = _partition(arguments)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    parts, options = arguments[:cut], arguments[cut + 1 :]
     names = [fault.name for fault in mutations()]
     chosen = [name for name in names if not parts or any(part in name for part in parts)]
     survivors = []
@@ -27,29 +28,18 @@ def main(arguments: list[str]) -> int:
         start = time.monotonic()
         command = [*PYTEST, f"--mutation={name}", "--ignore=tests/testing", *options]
         run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode not in (0, 1):  # neither green nor red: pytest itself went wrong
-            sys.exit(f"{' '.join(command)}\n{run.stdout}{run.stderr}")
+        failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
+        if run.returncode and not failed:  # such as an error in collection
+            sys.exit(f"{' '.join(command)} gives no verdict:\n{run.stdout}{run.stderr}")
         seconds = time.monotonic() - start
-        if run.returncode == 1:
-            print(f"found     {name} ({seconds:.0f} s): {_first_failure(run.stdout)}", flush=True)
+        if failed:
+            print(f"found     {name} ({seconds:.0f} s): {failed[0].split(' - ')[0]}", flush=True)
         else:
             reason = EXPLAINED.get(name)
             print(f"SURVIVES  {name} ({seconds:.0f} s): {reason or 'unexplained'}", flush=True)
             survivors += [] if reason else [name]
     print(f"{len(chosen)} faults, {len(survivors)} unexplained survivors")
     return 1 if survivors else 0
-
-
-def _partition(arguments: list[str]) -> tuple[list[str], str, list[str]]:
-    if "--" not in arguments:
-        return arguments, "", []
-    cut = arguments.index("--")
-    return arguments[:cut], "--", arguments[cut + 1 :]
-
-
-def _first_failure(output: str) -> str:
-    lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return lines[0].split(" - ")[0] if lines else "no test named"
 
 
 if __name__ == "__main__":
