@@ -17,6 +17,7 @@ answer are named with their Python stacks. A body that calls ``pytest.skip`` ski
 
 import inspect
 import pickle
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -92,7 +93,7 @@ def _run(
         raise pytest.fail.Exception(str(error), pytrace=False) from None
     for rank, answer in enumerate(answers):
         if answer.output:
-            print(f"rank {rank}:\n{answer.output}")
+            sys.stdout.write(f"rank {rank}:\n{answer.output}")  # pytest shows it on failure
     for answer in answers:
         if answer.outcome == "skipped":
             pytest.skip(answer.text)

@@ -35,16 +35,6 @@ def test_every_rank_has_the_same_seed_and_one_thread():
     assert torch.get_num_threads() == 1
 
 
-@ranks(2)
-def test_new_memory_is_nan():
-    assert torch.empty(3).isnan().all()
-    assert torch.ones(3).new_empty(2).isnan().all()
-
-
-def test_new_memory_is_nan_in_the_parent_too():
-    assert torch.empty_like(torch.ones(3)).isnan().all()
-
-
 @pytest.mark.parametrize("turn", [0, 1])
 @ranks(2)
 def test_each_test_has_a_world_of_its_own(turn):

@@ -1,0 +1,48 @@
+"""A worker finds a test's body by file and name and reports how it ended."""
+
+import sys
+import textwrap
+
+import pytest
+
+from megablocks_core.testing.worker import find
+
+SOURCE = """
+    from megablocks_core.testing import ranks
+
+    @ranks(2)
+    def test_values(value):
+        assert [value] == [3]
+    """
+
+
+@pytest.fixture
+def file(tmp_path):
+    file = tmp_path / "test_found.py"
+    file.write_text(textwrap.dedent(SOURCE))
+    yield file
+    sys.modules.pop("test_found", None)
+
+
+def test_a_body_is_found_by_file_and_name_and_its_asserts_show_values(file):
+    body = find(str(file), "test_found", "test_values")
+    body(value=3)
+    with pytest.raises(AssertionError, match=r"\[4\] == \[3\]"):
+        body(value=4)
+    assert find(str(file), "test_found", "test_values") is body  # imported once
+
+
+def test_a_module_of_the_same_name_in_another_file_is_not_mistaken(file, tmp_path):
+    body = find(str(file), "test_found", "test_values")
+    other = tmp_path / "other" / "test_found.py"
+    other.parent.mkdir()
+    other.write_text(textwrap.dedent(SOURCE))
+    assert find(str(other), "test_found", "test_values") is not body
+
+
+def test_a_file_that_cannot_be_imported_leaves_nothing_behind(tmp_path):
+    broken = tmp_path / "test_broken.py"
+    broken.write_text("raise KeyError('here')")
+    with pytest.raises(KeyError, match="here"):
+        find(str(broken), "test_broken", "test_values")
+    assert "test_broken" not in sys.modules
