@@ -15,6 +15,9 @@ from torch.nn.functional import pad
 from megablocks_core.groups import LOCAL, Group, chunk_slice
 from megablocks_core.parallel.checks import require
 
+# Logits in a block whose float32 form fits a CPU's cache.
+_BLOCK = 1 << 18
+
 
 def vocab_parallel_cross_entropy(
     logits: Tensor,
@@ -72,7 +75,14 @@ def vocab_parallel_cross_entropy(
         step, whole = _step(logits.shape[-1], vocab_size, group), vocab_size
         start = step * group.rank
         x_Tc = x_Tc[..., : max(whole - start, 0)]
-        top_T = _maxima(x_Tc, step, group)
+        top_T, alike = _maxima(x_Tc, step, group)
+        if step == 0:
+            raise ValueError(
+                f"logits have {logits.shape[-1]} columns and must have this rank's share of "
+                f"vocab_size={vocab_size} over a group of {group.size} ranks, or be padded alike "
+                "on all; are they gathered already?"
+            )
+        require(alike, "logits must be cut alike on all ranks")
 
     valid_T = targets != ignore_index
     outside_T = valid_T & ((targets < 0) | (targets >= whole))
@@ -90,10 +100,6 @@ def vocab_parallel_cross_entropy(
         return losses_T
     total = losses_T.sum()
     return total if reduction == "sum" else total / valid_T.sum().clamp(min=1)
-
-
-# Logits in a block.
-_BLOCK = 1 << 18
 
 
 class _Options(NamedTuple):
@@ -115,25 +121,22 @@ def _check(logits: Tensor, targets: Tensor, label_smoothing: float, reduction: s
 
 
 def _step(width: int, vocab_size: int, group: Group) -> int:
-    """How far apart the ranks' first columns are: by ``torch.chunk``'s rule, or padded alike."""
+    """How far apart the ranks' first columns are: by ``torch.chunk``'s rule, or padded alike.
+
+    0 if this rank's ``width`` follows neither. It raises only when all ranks have heard of it.
+    """
     own = chunk_slice(vocab_size, group.size, group.rank)
     if width == own.stop - own.start:
         return -(-vocab_size // group.size)
-    if width * group.size >= vocab_size and (width < vocab_size or group.size == 1):
-        return width
-    raise ValueError(
-        f"logits have {width} columns and must have this rank's {own.stop - own.start} of "
-        f"vocab_size={vocab_size} over a group of {group.size} ranks, or be padded alike on all; "
-        "are they gathered already?"
-    )
+    padded = width * group.size >= vocab_size and (width < vocab_size or group.size == 1)
+    return width if padded else 0
 
 
-def _maxima(x_Tc: Tensor, step: int, group: Group) -> Tensor:
-    """The largest logit of each token, on every rank."""
+def _maxima(x_Tc: Tensor, step: int, group: Group) -> tuple[Tensor, Tensor]:
+    """The largest logit of each token, and whether all ranks have the same ``step``."""
     top_T = _own_maxima(x_Tc)
     top_T, steps = _all_max(top_T, _pair(top_T.new_full((), step)), group)
-    require(_are_equal(steps), "logits must be cut alike on all ranks")
-    return top_T
+    return top_T, _are_equal(steps)
 
 
 def _maxima_and_cut(x_Tv: Tensor, group: Group) -> tuple[Tensor, int | Tensor, int | Tensor]:
@@ -173,7 +176,7 @@ def _are_equal(pair: Tensor) -> Tensor:
 
 
 def _fingerprint(x_Tv: Tensor, top_T: Tensor) -> Tensor:
-    """A pair that is equal on all ranks if their logits are, unless these are constant.
+    """A pair that is equal on all ranks if their logits are, unless constant or infinite.
 
     It rests on the first token's logits and on every token's largest.
     """
@@ -182,8 +185,9 @@ def _fingerprint(x_Tv: Tensor, top_T: Tensor) -> Tensor:
     first_v = x_Tv[(0,) * top_T.dim()].to(top_T.dtype)
     values = torch.cat([first_v, top_T.flatten()])
     weights = torch.arange(len(values), device=values.device).to(values.dtype).cos()
-    pair = _pair((values * weights).sum())
-    return torch.where(first_v.min() == first_v.max(), torch.inf, pair)
+    total = (values * weights).sum()
+    says_nothing = (first_v.min() == first_v.max()) | ~total.isfinite()
+    return torch.where(says_nothing, torch.inf, _pair(total))
 
 
 class _Sums(NamedTuple):

@@ -229,9 +229,12 @@ def test_a_target_outside_on_one_rank_alone_raises_on_all():
 def test_columns_that_are_not_this_ranks_share_are_refused():
     group = _world()
     logits, targets = torch.randn(3, 6), torch.zeros(3, dtype=torch.int64)
-    for vocab_size in (6, 13, 4):
+    for vocab_size in (6, 14, 4):
         with pytest.raises(ValueError, match="logits have 6 columns and must have this rank's"):
             vocab_parallel_cross_entropy(logits, targets, vocab_size=vocab_size, group=group)
+    # Six are the share of rank 1 and not that of rank 0: both hear of it.
+    with pytest.raises(ValueError, match="logits (have 6 columns|must be cut alike)"):
+        vocab_parallel_cross_entropy(logits, targets, vocab_size=13, group=group)
     uneven = logits[:, : 6 - group.rank]
     with pytest.raises(ValueError, match="logits must be cut alike"):
         vocab_parallel_cross_entropy(uneven, targets, vocab_size=9, group=group)
