@@ -163,7 +163,7 @@ class Decoder(nn.Module):
         self.model = _Trunk(embedding.to_empty(device=where), layers, make_norm(spec.hidden_size))
         self.lm_head = head.to_empty(device=where)
         self._tie()
-        self.register_load_state_dict_post_hook(lambda module, _: module._tie())
+        self.register_load_state_dict_post_hook(_tie_again)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -244,6 +244,11 @@ class Decoder(nn.Module):
     def _tie(self) -> None:
         if self.spec.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+
+def _tie_again(decoder: Decoder, _: Any) -> None:
+    """Loading with ``assign=True`` cuts the tie."""
+    decoder._tie()
 
 
 def _refuse(*, recompute: Any, experts: Any, mesh: Mesh | None) -> None:

@@ -100,7 +100,7 @@ def on_part(*modules: nn.Module, group: Group) -> list[Callable[[Tensor], Tensor
         *modules: Norms, or any modules from tensor to tensor with replicated parameters.
         group: The ranks.
     """
-    if group.size == 1:
+    if group.size == 1 or not modules:
         return list(modules)
     names = [[name for name, _ in module.named_parameters()] for module in modules]
     whole = iter(

@@ -1,6 +1,7 @@
 """The decoder equals transformers' models, and one process at any size."""
 
 import copy
+import pickle
 import re
 from typing import Any
 
@@ -208,7 +209,8 @@ def test_a_tie_outlives_what_modules_go_through():
     reset_parameters(decoder, seed=1)
     assigned = Decoder(tied)
     assigned.load_state_dict(copy.deepcopy(decoder.state_dict()), assign=True)
-    for part in (decoder, assigned, copy.deepcopy(decoder), decoder.to(F64)):
+    pickled = pickle.loads(pickle.dumps(decoder))
+    for part in (decoder, assigned, pickled, copy.deepcopy(decoder), decoder.to(F64)):
         assert part.lm_head.weight is part.model.embed_tokens.weight
 
 

@@ -1,5 +1,8 @@
 """Feed-forward layers equal one process at any size, with the traffic they promise."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +95,13 @@ def test_hooks_on_projections_run_and_cost_messages_of_their_own():
     layer.gate_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     layer(torch.randn(4, 8))
     assert seen == [(4, 6)]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_layers_copy_and_pickle(name):
+    layer, x_TH = GatedMLP(8, 12, activation=name), torch.randn(3, 8)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert_close(copied(x_TH), layer(x_TH))
 
 
 def test_injected_projections_are_used():
