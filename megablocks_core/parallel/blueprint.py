@@ -64,7 +64,8 @@ class Blueprint:
         """
         found: dict[str, list[str]] = {}
         for name, style in self.styles.items():
-            if isinstance(style, Column) and f"{name}.weight" in self.specs:
+            cut = isinstance(style, Column) and not style.gather
+            if cut and f"{name}.weight" in self.specs:
                 found.setdefault(parent_of(name), []).append(name)
         if self.slices_all:
             return {}
@@ -106,7 +107,6 @@ def draw(
         ValueError: What the styles ask for cannot be served.
     """
     layers, final_norm = _decoder_layers(module)
-    sequence_parallel = sequence_parallel and group.size > 1
     blueprint = Blueprint(
         group,
         slices_layers=sequence_parallel and bool(layers),

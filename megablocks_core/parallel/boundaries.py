@@ -4,9 +4,8 @@ They let ``tensor_parallelize`` leave a model's own code alone. Each is a small 
 that copies and pickles of the model keep it.
 """
 
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -30,35 +29,59 @@ class Boundary:
     """Marks the hooks of this module, so that they can be found and taken off again."""
 
 
-@dataclass(eq=False)
 class SharedInput(Boundary):
     """Before sibling projections: ``copy_to`` of their one input, once for all of them.
 
     Query, key and value read the same tensor; its gradient is summed over the ranks in one
-    message. The tensor and its copy are remembered only while someone else holds them.
+    message. The copy is remembered while the siblings' parent runs, and no longer.
     """
 
-    group: Group
-    _last: tuple[Any, Any, bool] | None = field(default=None, repr=False)
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.inside = False
+        self._last: tuple[Tensor, Tensor, bool] | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace the first argument by its copy."""
         x, *rest = args
-        if self._last is not None:
-            known, copy, graded = self._last
-            shared = copy()
-            if known() is x and shared is not None and graded == torch.is_grad_enabled():
-                return (shared, *rest)
-        shared = copy_to(x, group=self.group)
-        self._last = (weakref.ref(x), weakref.ref(shared), torch.is_grad_enabled())
-        return (shared, *rest)
+        known, copy, graded = self._last or (None, x, False)
+        if known is not x or graded != torch.is_grad_enabled():
+            copy = copy_to(x, group=self.group)
+            self._last = (x, copy, torch.is_grad_enabled()) if self.inside else None
+        return (copy, *rest)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedInput":
-        twin = memo[id(self)] = SharedInput(self.group)
-        return twin
+    def begin(self) -> None:
+        """The parent starts to run."""
+        self.inside = True
+
+    def end(self) -> None:
+        """The parent has run: forget the copy."""
+        self.inside, self._last = False, None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SharedInput, (self.group,))
+
+
+@dataclass(frozen=True)
+class BeginSharing(Boundary):
+    """Before the parent of siblings."""
+
+    shared: SharedInput
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Let the siblings share from here."""
+        self.shared.begin()
+
+
+@dataclass(frozen=True)
+class EndSharing(Boundary):
+    """After the parent of siblings, also if it raised."""
+
+    shared: SharedInput
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forget what they shared."""
+        self.shared.end()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from megablocks_core.groups import (
 )
 from megablocks_core.parallel.blueprint import Blueprint, draw, output_head, parent_of
 from megablocks_core.parallel.boundaries import (
+    BeginSharing,
     Boundary,
+    EndSharing,
     EndSumGradients,
     EnterBlock,
     EnterExperts,
@@ -203,12 +205,14 @@ class _Surgeon:
 
     def _share_inputs(self) -> None:
         """One message for all projections that read one input."""
-        for parent, children in self.blueprint.siblings().items():
+        for name, children in self.blueprint.siblings().items():
+            parent = self.module.get_submodule(name)
             if self.blueprint.on_own_tokens(children[0]):
-                block = self.module.get_submodule(parent)
-                block.register_forward_pre_hook(EnterBlock(self.group), with_kwargs=True)
+                parent.register_forward_pre_hook(EnterBlock(self.group), with_kwargs=True)
                 continue
             shared = SharedInput(self.group)
+            parent.register_forward_pre_hook(BeginSharing(shared))
+            parent.register_forward_hook(EndSharing(shared), always_call=True)
             for child in children:
                 self.module.get_submodule(child).register_forward_pre_hook(shared)
 

@@ -1,12 +1,25 @@
 """A model cut in place computes what it did before: outputs, losses, gradients, norms, steps."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 
-from megablocks_core.groups import Group
-from megablocks_core.parallel import tensor_parallelize
+from megablocks_core.groups import (
+    Group,
+    chunk_slice,
+    gather_from,
+    load_whole,
+    marks,
+    scatter_to,
+    whole_tensor,
+)
+from megablocks_core.parallel import Column, gather, tensor_parallelize
 from megablocks_core.testing import assert_parallel_equivalence, ranks
 from tests.parallel.tiny_models import tiny_model
 
@@ -34,3 +47,312 @@ def test_transformers_models_equal_one_process(kind, sequence_parallel):
     assert_parallel_equivalence(
         build, {"input_ids": _TOKENS}, group=_world(), loss=_loss, same_start=True
     )
+
+
+@ranks(4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("num_key_value_heads", [1, 2])
+def test_key_heads_may_be_fewer_than_ranks(num_key_value_heads, sequence_parallel):
+    def build(group):
+        model = tiny_model("llama", num_key_value_heads=num_key_value_heads)
+        tensor_parallelize(model, group=group, sequence_parallel=sequence_parallel)
+        return model
+
+    assert_parallel_equivalence(
+        build, {"input_ids": _TOKENS}, group=_world(), loss=_loss, same_start=True
+    )
+
+
+@ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_stays_cut_has_the_models_own_loss(tied):
+    """Planned as "column" the logits are cut, and ``labels=`` is the vocabulary-parallel loss."""
+    group = _world()
+    labels = _TOKENS.roll(3).masked_fill(_TOKENS % 5 == 0, -100)
+    torch.manual_seed(0)
+    whole, cut = (tiny_model("llama", tied=tied) for _ in range(2))
+    cut.load_state_dict(whole.state_dict())
+    plan = {**_named(cut._tp_plan), "lm_head": "column"}
+    tensor_parallelize(cut, plan, group=group)
+    expected = whole(input_ids=_TOKENS, labels=labels)
+    output = cut(input_ids=_TOKENS, labels=labels)
+    expected.loss.backward()
+    output.loss.backward()
+
+    rows = chunk_slice(101, group.size, group.rank)
+    assert_close(output.logits, expected.logits[..., rows], atol=1e-10, rtol=0)
+    # transformers takes its loss in float32.
+    assert_close(output.loss, expected.loss.double(), atol=2e-6, rtol=0)
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for name, parameter, specs in marks(cut):
+        ours, theirs = whole_tensor(parameter.grad, specs), gradients[name]
+        assert (ours - theirs).norm() < 2e-6 * theirs.norm() + 1e-12, name
+    assert (cut.lm_head.weight is cut.model.embed_tokens.weight) == tied
+
+    counted = cut(input_ids=_TOKENS, labels=labels, num_items_in_batch=10).loss
+    theirs = whole(input_ids=_TOKENS, labels=labels, num_items_in_batch=10).loss
+    assert_close(counted, theirs.double(), atol=2e-6, rtol=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mixtral"])
+def test_gather_restores_the_model(kind):
+    torch.manual_seed(0)
+    whole, cut = (tiny_model(kind, num_key_value_heads=1, tied=kind == "gemma3") for _ in range(2))
+    cut.load_state_dict(whole.state_dict())
+    attributes = _attributes(cut)
+    tensor_parallelize(cut, group=_world(), sequence_parallel=True)
+    assert _attributes(cut) != attributes
+    gather(cut)
+
+    assert str(cut) == str(whole)
+    assert _attributes(cut) == attributes
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(cut.state_dict()[name], tensor), name
+    assert all(not specs for _, _, specs in marks(cut))
+    assert torch.equal(cut(input_ids=_TOKENS).logits, whole(input_ids=_TOKENS).logits)
+    assert (cut.lm_head.weight is cut.model.embed_tokens.weight) == (kind == "gemma3")
+
+
+def _attributes(model):
+    """What each module holds, and its hooks, but for marks and a flag of transformers' own."""
+    beside = {"_shard_marks", "_is_hf_initialized"}
+    return {
+        name: (set(vars(part)) - beside, len(part._forward_hooks), len(part._forward_pre_hooks))
+        for name, part in model.named_modules()
+    }
+
+
+class _Siblings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.o = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return self.o(self.q(x) + self.k(x))
+
+
+@ranks(2)
+def test_siblings_share_a_copy_only_while_their_parent_runs():
+    model = _Siblings()
+    tensor_parallelize(model, {"q": "column", "k": "column", "o": "row"}, group=_world())
+    (shared,) = model.q._forward_pre_hooks.values()
+    x = torch.ones(2, 4, requires_grad=True)
+    with CommDebugMode() as traffic:
+        model(x).sum().backward()
+    assert traffic.get_total_counts() == 2
+    with torch.no_grad():
+        assert not model.k(x).requires_grad
+        model(x)
+    assert shared._last is None and not shared.inside
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    assert shared._last is None and not shared.inside
+    # Called by itself a sibling remembers nothing.
+    model.q(x).sum().backward()
+    assert shared._last is None
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_save_pretrained_writes_whole_tensors(kind, tmp_path):
+    group = _world()
+    folder = group.broadcast_object(str(tmp_path / "saved"))
+    torch.manual_seed(0)
+    whole, cut = (tiny_model(kind, exact=False) for _ in range(2))
+    cut.load_state_dict(whole.state_dict())
+    tensor_parallelize(cut, group=group)
+    cut.save_pretrained(folder)
+
+    loaded = type(whole).from_pretrained(folder, dtype=torch.float64)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+@ranks(2)
+def test_a_model_on_meta_is_cut_there_and_filled_later():
+    group = _world()
+    torch.manual_seed(0)
+    whole = tiny_model("qwen3", num_key_value_heads=1)
+    with torch.device("meta"):
+        cut = tiny_model("qwen3", num_key_value_heads=1)
+    tensor_parallelize(cut, group=group)
+    assert all(parameter.is_meta for parameter in cut.parameters())
+    cut.to_empty(device="cpu")
+    load_whole(cut, whole.state_dict())
+    for ours, theirs in zip(cut.buffers(), whole.buffers(), strict=True):
+        ours.copy_(theirs)  # rotary tables, which no checkpoint holds
+    assert_close(cut(input_ids=_TOKENS).logits, whole(input_ids=_TOKENS).logits, atol=1e-10, rtol=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_decoder_layer_sends_two_messages_each_way(sequence_parallel):
+    """Two all-reduces each way; or two gathers and two reduce-scatters; norms share a message."""
+    group = _world()
+    counts = []
+    for layers in (1, 2):
+        torch.manual_seed(0)
+        model = tiny_model("llama", num_hidden_layers=layers, attention_bias=False, mlp_bias=False)
+        tensor_parallelize(model, group=group, sequence_parallel=sequence_parallel)
+        with CommDebugMode() as forward:
+            logits = model(input_ids=_TOKENS).logits
+        with CommDebugMode() as backward:
+            logits.sum().backward()
+        counts.append((forward.get_total_counts(), backward.get_total_counts()))
+    (forward_1, backward_1), (forward_2, backward_2) = counts
+    expected = (4, 5) if sequence_parallel else (2, 2)
+    assert (forward_2 - forward_1, backward_2 - backward_1) == expected
+
+
+@ranks(2)
+def test_copies_of_a_cut_model_compute_alike():
+    torch.manual_seed(0)
+    model = tiny_model("gemma3", num_key_value_heads=1, tied=True, exact=False)
+    tensor_parallelize(model, group=_world(), sequence_parallel=True)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1.0)  # the copy must not see this
+    unlike = model(input_ids=_TOKENS).logits
+    model.model.norm.weight.data.sub_(1.0)
+    assert torch.equal(twin(input_ids=_TOKENS).logits, model(input_ids=_TOKENS).logits)
+    assert not torch.equal(twin(input_ids=_TOKENS).logits, unlike)
+
+
+class _Plain(nn.Module):
+    """A model that nobody's plan knows: packed projection, per-head scale, norm on own heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(13, 16)
+        self.packed = nn.Linear(16, 3 * 16)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.head_norm = nn.LayerNorm(4)
+        self.out = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.classes = nn.Linear(16, 7)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        q, k, v = self.packed(x).unflatten(-1, (3, -1, 4)).unbind(-3)
+        y = self.head_norm(q * k) * v * self.scale[:, None]
+        x = x + self.out(y.flatten(-2))
+        return self.classes(x + self.down(torch.relu(self.up(self.norm(x)))))
+
+
+_PLAIN_PLAN = {
+    "embedding": "vocab",
+    "packed": Column(unit=4, segments=(16, 16, 16)),
+    "scale": "heads",
+    "head_norm": "replicated",
+    "out": "row",
+    "norm": "whole",
+    "up": "column",
+    "down": "row",
+    "classes": "column_gather",
+}
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("optimizer", ["adamw", "foreach"])
+def test_any_model_is_cut_by_a_plan_in_words(optimizer):
+    def build(group):
+        model = _Plain()
+        tensor_parallelize(model, _PLAIN_PLAN, group=group)
+        return model
+
+    assert_parallel_equivalence(
+        build,
+        torch.arange(12).view(2, 6),
+        group=_world(),
+        loss=lambda y: y.square().sum(),
+        optimizer=None if optimizer == "adamw" else partial(torch.optim.AdamW, foreach=True),
+    )
+
+
+@ranks(2)
+def test_the_report_names_every_parameter():
+    report = tensor_parallelize(_Plain(), _PLAIN_PLAN, group=_world())
+    assert set(report.cut) >= {"embedding.weight", "packed.bias", "scale", "out.weight"}
+    assert report.summed == ("head_norm.weight", "head_norm.bias")
+    assert set(report.whole) == {"norm.weight", "norm.bias", "out.bias", "down.bias"}
+    names = {name for name, _ in _Plain().named_parameters()}
+    assert {*report.cut, *report.summed, *report.whole} == names
+
+
+@ranks(2)
+@pytest.mark.parametrize("tokens", [4, 6])
+def test_a_sequential_model_whose_tokens_the_caller_cuts(tokens):
+    group = _world()
+
+    def build(group):
+        model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        tensor_parallelize(model, {"1": "column", "3": "row"}, group=group, sequence_parallel=True)
+        return model
+
+    def own(x):
+        return scatter_to(x, dim=-2, group=group)
+
+    def whole(y):
+        return gather_from(y, dim=-2, group=group)
+
+    x = torch.randn(tokens, 8, generator=torch.Generator().manual_seed(0))
+    assert_parallel_equivalence(
+        build, x, group=group, loss=lambda y: y.square().sum(), split=own, join=whole
+    )
+
+
+@ranks(2)
+def test_sequences_that_do_not_divide_raise():
+    model = tiny_model("llama")
+    tensor_parallelize(model, group=_world(), sequence_parallel=True)
+    with pytest.raises(ValueError, match="a sequence of 7 tokens must divide evenly"):
+        model(input_ids=_TOKENS[:, :7])
+    # The parameters are seen again after a forward that raised.
+    assert all("weight" not in vars(part) for part in model.modules())
+
+
+@ranks(2)
+def test_what_a_plan_cannot_serve_is_refused_by_name():
+    group = _world()
+
+    def refused(model, plan, words):
+        before = str(model)
+        with pytest.raises(ValueError, match=words):
+            tensor_parallelize(model, plan, group=group)
+        assert str(model) == before
+
+    refused(nn.Linear(4, 4), "auto", "needs a model with a plan")
+    refused(nn.Linear(4, 4), "colwise", '"auto" or map')
+    refused(_Plain(), {**_PLAIN_PLAN, "up": "colwise"}, r"plan\['up'\]='colwise' must be one of")
+    refused(_Plain(), {**_PLAIN_PLAN, "layers.*.up": "column"}, r"not \['layers.\*.up'\]")
+    refused(_Plain(), {**_PLAIN_PLAN, "norm": "column"}, "must name an nn.Linear, not a LayerNorm")
+    refused(_Plain(), {**_PLAIN_PLAN, "norm": "vocab"}, "must name an nn.Embedding")
+    refused(_Plain(), {**_PLAIN_PLAN, "packed": Column(unit=16)}, "3 units of 16 output features")
+    refused(_Plain(), {**_PLAIN_PLAN, "packed": Column(segments=(5,))}, "must add up to its 48")
+    without = {name: style for name, style in _PLAIN_PLAN.items() if name != "head_norm"}
+    refused(_Plain(), without, "plan must name head_norm.weight")
+
+    model = tiny_model("llama", num_key_value_heads=1, num_attention_heads=3, hidden_size=24)
+    refused(model, "auto", "3 units of 8 output features .* no cut may go through")
+    model = tiny_model("llama", tied=True)
+    plan = {name: style for name, style in _named(model._tp_plan).items() if name != "lm_head"}
+    refused(model, plan, "lm_head.weight is tied to model.embed_tokens.weight")
+    model = tiny_model("llama")
+    model._tp_plan["lm_head"] = "mla_kv_a_proj"
+    refused(model, "auto", "styles that are not served: {'lm_head': 'mla_kv_a_proj'}")
+    model = tiny_model("llama", num_key_value_heads=1)
+    for layer in model.model.layers:
+        del layer.self_attn.num_key_value_groups
+    refused(model, "auto", "served in attention of Llama's kind")
+
+
+def _named(plan):
+    words = {
+        "colwise": "column",
+        "rowwise": "row",
+        "colwise_gather_output": "column_gather",
+        "embedding_rowwise": "vocab",
+    }
+    return {name: words[style] for name, style in plan.items()}

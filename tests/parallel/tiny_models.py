@@ -78,7 +78,9 @@ class _Norm:
     def __call__(self, x):
         eps = getattr(self.part, "variance_epsilon", None) or self.part.eps
         offset = 1.0 if type(self.part).__name__.startswith("Gemma") else 0.0
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (offset + self.part.weight)
+        return (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (offset + self.part.weight)
+        )
 
 
 class _Router:
