@@ -37,6 +37,9 @@ def test_it_sends_nothing_forward_and_once_backward():
         assert traffic.get_total_counts() == 0
         logits_Tv.sum().backward()
     assert traffic.get_total_counts() == 1
+    with CommDebugMode() as traffic:
+        head.gather(logits_Tv)
+    assert traffic.get_total_counts() == 1
 
 
 def test_over_one_rank_it_is_a_linear_layer():

@@ -88,15 +88,6 @@ def test_traffic_is_that_of_one_column_and_one_row_layer():
             assert _counts(traffic) == backward
 
 
-@ranks(2)
-def test_hooks_on_projections_run_and_cost_messages_of_their_own():
-    layer = GatedMLP(8, 12, tp=_tp())
-    seen = []
-    layer.gate_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    layer(torch.randn(4, 8))
-    assert seen == [(4, 6)]
-
-
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_layers_copy_and_pickle(name):
     layer, x_TH = GatedMLP(8, 12, activation=name), torch.randn(3, 8)
