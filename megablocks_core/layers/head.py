@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, Segment, ShardSpec, chunk_slice, gather_from, mark
 from megablocks_core.parallel import column_linears
-from megablocks_core.parallel.initial import draw_key, key_of, normal_
+from megablocks_core.parallel.initial import key_for, normal_
 
 
 class VocabParallelHead(nn.Module):
@@ -54,7 +54,7 @@ class VocabParallelHead(nn.Module):
 
     def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
         """Draw normal values of deviation ``H^-0.5``; one seed is one model at any size."""
-        key = draw_key() if seed is None else key_of(seed, f"{prefix}weight")
+        key = key_for(self.weight, f"{prefix}weight", seed)
         normal_(self.weight, key=key, std=self.weight.shape[1] ** -0.5, specs=(self.spec,))
 
     def forward(self, x_TH: Tensor) -> Tensor:

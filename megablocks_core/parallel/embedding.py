@@ -24,7 +24,7 @@ from megablocks_core.groups import (
     whole_tensor,
 )
 from megablocks_core.parallel.checks import require
-from megablocks_core.parallel.initial import draw_key, key_of, normal_
+from megablocks_core.parallel.initial import key_for, normal_
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -112,7 +112,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
         """Draw the weight as ``nn.Embedding`` does; one seed is one model at any size."""
-        key = draw_key() if seed is None else key_of(seed, f"{prefix}weight")
+        key = key_for(self.weight, f"{prefix}weight", seed)
         normal_(self.weight, key=key, std=1.0, specs=(self.spec,))
         padding_row = self._own_padding_row()
         if padding_row is not None:

@@ -68,6 +68,13 @@ def key_of(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def key_for(tensor: Tensor, name: str, seed: int | None) -> int:
+    """The key of ``tensor``: by seed and name, else drawn; nothing is drawn for one on ``meta``."""
+    if seed is not None:
+        return key_of(seed, name)
+    return 0 if tensor.is_meta else draw_key()
+
+
 def draw_key() -> int:
     """A key from torch's default generator: for a part that is built alone.
 

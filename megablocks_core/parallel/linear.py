@@ -37,7 +37,7 @@ from megablocks_core.groups.collectives import (
     start_reduce_scatter,
     wait,
 )
-from megablocks_core.parallel.initial import draw_key, key_of, uniform_
+from megablocks_core.parallel.initial import key_for, uniform_
 
 
 class ColumnParallelLinear(nn.Module):
@@ -428,7 +428,7 @@ def _share(spec: ShardSpec, length: int) -> int:
 def _reset(layer: ColumnParallelLinear | RowParallelLinear, seed: int | None, prefix: str) -> None:
     bound = layer.in_features**-0.5 if layer.in_features else 0.0
     for name, parameter in layer.named_parameters(recurse=False):
-        key = draw_key() if seed is None else key_of(seed, prefix + name)
+        key = key_for(parameter, prefix + name, seed)
         uniform_(parameter, key=key, low=-bound, high=bound, specs=specs_of(layer, name))
 
 

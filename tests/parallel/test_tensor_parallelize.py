@@ -356,3 +356,11 @@ def _named(plan):
         "embedding_rowwise": "vocab",
     }
     return {name: words[style] for name, style in plan.items()}
+
+
+@ranks(2)
+def test_cutting_a_model_leaves_torchs_generator_alone():
+    model = _Plain()
+    before = torch.get_rng_state()
+    tensor_parallelize(model, _PLAIN_PLAN, group=_world())
+    assert torch.equal(torch.get_rng_state(), before)
