@@ -34,11 +34,13 @@ build() {
         install --no-deps --ignore-requires-python megatron-core==0.19.2
         ;;
     modelopt)
-        install nvidia-ml-py omegaconf pulp pydantic regex rich scipy requests
+        install nvidia-ml-py==13.615.71 omegaconf==2.4.0 pulp==3.3.2 pydantic regex rich \
+            scipy==1.17.1 requests==2.34.2
         install --no-deps nvidia-modelopt==0.47.0
         ;;
     transformer-engine)  # with flash-attn: for signatures alone, nothing of CUDA is built
-        install einops onnx onnxscript importlib-metadata pydantic setuptools wheel
+        install einops==0.8.2 onnx==1.23.2 onnxscript==0.7.2 importlib-metadata==10.2.0 pydantic \
+            setuptools wheel
         install --no-deps transformer-engine==2.20.2
         FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
             install --no-deps --no-build-isolation flash-attn==2.8.3.post2
