@@ -14,7 +14,7 @@ export MEGABLOCKS_REQUIRE_NATIVE := 1
 .PHONY: demo test test-all drill check bench clean
 
 demo: $(READY)  ## Train, save, resume, export: DATA= text to learn from, OUT= where results go
-	$(RUN) examples/pretrain_gpt.py --demo $(if $(DATA),--data "$(DATA)") $(if $(OUT),--out "$(OUT)")
+	$(RUN) examples/demo.py $(if $(DATA),--data "$(DATA)") $(if $(OUT),--out "$(OUT)")
 
 test: $(READY)  ## What a change must pass; ARGS= goes to pytest
 	$(RUN) -m pytest $(ARGS)
