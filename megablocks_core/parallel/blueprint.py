@@ -288,7 +288,7 @@ def _count_heads(module: nn.Module, blueprint: Blueprint) -> None:
     """Where ranks share key heads, fewer query heads of a rank share each."""
     for path, names in blueprint.shared().items():
         attention = module.get_submodule(path)
-        queries = blueprint.specs.get(f"{path}.q_proj.weight")
+        queries = blueprint.specs.get(f"{path}.q_proj.weight".lstrip("."))
         groups = getattr(attention, "num_key_value_groups", None)
         if queries is None or not isinstance(groups, int):
             raise ValueError(
