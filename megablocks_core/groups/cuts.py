@@ -164,6 +164,7 @@ class Specs(tuple[ShardSpec, ...]):
     def __new__(
         cls, specs: tuple[ShardSpec, ...] = (), *, each: str | None = None, expert: bool = False
     ) -> Specs:
+        """Make the tuple, and what is said beside it."""
         self = super().__new__(cls, specs)
         self.each, self.expert = each, expert
         return self

@@ -36,10 +36,18 @@ class Group:
         self._pg = pg
 
     @classmethod
-    def of(cls, process_group: ProcessGroup) -> Group:
-        """Wrap a process group of torch.distributed; one of a single rank becomes ``LOCAL``."""
+    def of(cls, process_group: ProcessGroup | None) -> Group:
+        """Wrap a process group of torch.distributed; one of a single rank becomes ``LOCAL``.
+
+        Raises:
+            ValueError: There is none: ``dist.group.WORLD`` before the world is initialised.
+        """
         import torch.distributed as dist
 
+        if process_group is None:
+            raise ValueError(
+                "process_group=None must be a process group: call init_process_group first"
+            )
         ranks = tuple(dist.get_process_group_ranks(process_group))
         if len(ranks) == 1:
             return LOCAL

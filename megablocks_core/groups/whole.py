@@ -35,7 +35,7 @@ def whole_tensor(tensor: Tensor, specs: tuple[ShardSpec, ...]) -> Tensor:
     One all-gather for each cut, innermost first; slices that neighbours hold too are taken
     from the first of them.
     """
-    whole = tensor.detach()
+    whole: Any = tensor.detach()
     if hasattr(whole, "full_tensor"):  # an FSDP cut, which lies inside the others
         whole = whole.full_tensor()
     for spec in reversed(specs):
@@ -130,9 +130,9 @@ def to_dtensor(tensor: Tensor, specs: tuple[ShardSpec, ...], device_mesh: Any) -
         if any(isinstance(p, Shard) and p.dim == spec.dim for p in placements):
             raise ValueError(f"dim={spec.dim} is cut twice, which this view cannot say")
         placements[ranks.index(spec.group.ranks)] = Shard(spec.dim)
-    strides = torch.empty(shape, device="meta").stride()
+    size, strides = torch.Size(shape), torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        tensor.detach(), device_mesh, placements, run_check=False, shape=shape, stride=strides
+        tensor.detach(), device_mesh, placements, run_check=False, shape=size, stride=strides
     )
 
 

@@ -168,7 +168,12 @@ class _Pencil:
                 raise ValueError(f"plan[{name!r}] must name a module of experts")
         elif part is None:
             self._draw_stacked(name, style)
-        elif isinstance(style, Vocab):
+        else:
+            self._draw_module(name, style, part)
+
+    def _draw_module(self, name: str, style: Style, part: nn.Module) -> None:
+        """An embedding or a linear layer."""
+        if isinstance(style, Vocab):
             if not isinstance(part, nn.Embedding):
                 raise ValueError(f"plan[{name!r}] must name an nn.Embedding, not {_kind(part)}")
             self._cut(f"{name}.weight", 0, (Segment(part.num_embeddings),))

@@ -185,7 +185,7 @@ class SumGradients(Boundary):
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Put the copies in place."""
         owned = [_owner(module, name) for name in self.names]
-        tensors = [owner._parameters[leaf] for owner, leaf in owned]
+        tensors = [owner.get_parameter(leaf) for owner, leaf in owned]
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return
         if self.specs is not None:

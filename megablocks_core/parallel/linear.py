@@ -279,16 +279,14 @@ def _weights_and_biases(layers: Sequence[ColumnParallelLinear]) -> list[Tensor |
     """All weights, then all biases; slices that neighbours hold too sum their gradients."""
     parameters: list[Tensor | None] = [layer.weight for layer in layers]
     parameters += [layer.bias for layer in layers]
-    specs = [layer.spec for layer in layers] * 2
-    shared = [
-        index
-        for index, parameter in enumerate(parameters)
-        if parameter is not None and specs[index].has_copies
-    ]
+    shared = {
+        index: (parameter, layer.spec)
+        for index, (parameter, layer) in enumerate(zip(parameters, [*layers] * 2, strict=True))
+        if parameter is not None and layer.spec.has_copies
+    }
     if shared:
-        held = [parameters[index] for index in shared]
-        copies = copy_slices_to(*held, specs=[specs[index] for index in shared])
-        for index, copy in zip(shared, copies, strict=True):
+        held, specs = zip(*shared.values(), strict=True)
+        for index, copy in zip(shared, copy_slices_to(*held, specs=specs), strict=True):
             parameters[index] = copy
     return parameters
 
@@ -307,9 +305,7 @@ class _ColumnLinears(torch.autograd.Function):
     """Products of one input with several weights; messages fly while products run."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, wire: _Wire, *weights_and_biases: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, wire: _Wire, *weights_and_biases: Any) -> tuple[Tensor, ...]:
         count = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.wire, ctx.x_shape, ctx.x_dtype = wire, x.shape, x.dtype

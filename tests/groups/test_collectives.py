@@ -1,4 +1,4 @@
-"""Each collective has the gradient of one process, where its neighbour with the same forward fails."""
+"""Each collective has the gradient of one process, where another with the same forward fails."""
 
 import pytest
 import torch

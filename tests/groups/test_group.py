@@ -67,6 +67,11 @@ def test_copies_share_the_group_and_pickles_are_bound_again():
     loaded(x).sum().backward()
 
 
+def test_without_a_world_there_is_no_group_of_it():
+    with pytest.raises(ValueError, match="call init_process_group first"):
+        Group.of(None)
+
+
 def test_a_group_binds_to_equal_ranks_only():
     with pytest.raises(ValueError, match=r"\[0, 2\] must have the ranks \[0, 1\]"):
         Group((0, 1)).bind(Group((0, 2)))
