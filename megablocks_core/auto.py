@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megablocks_core.export import load_hf
-from megablocks_core.export.source import read_json
+from megablocks_core.files import read_json
 from megablocks_core.groups import Mesh
 from megablocks_core.layers import Decoder, DecoderSpec
 
@@ -42,7 +42,7 @@ def decoder_from_hf(
 
 
 def _dtype_of(path: str | os.PathLike[str]) -> torch.dtype | None:
-    config = read_json(Path(path) / "config.json")
+    config = read_json(Path(path) / "config.json", dict)
     name = config.get("dtype") or config.get("torch_dtype")
     dtype = getattr(torch, str(name), None)
     if name is not None and not isinstance(dtype, torch.dtype):

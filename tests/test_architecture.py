@@ -40,14 +40,15 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 MAY_LOAD = {
     "groups": set(),
+    "files": {"groups"},
     "parallel": {"groups"},
     "layers": {"groups", "parallel"},
-    "data": {"groups"},
-    "ckpt": {"groups"},
-    "export": {"groups"},
-    "train": {"groups"},
+    "data": {"groups", "files"},
+    "ckpt": {"groups", "files"},
+    "export": {"groups", "files"},
+    "train": {"groups", "files"},
     "testing": {"groups", "parallel"},
-    "auto": {"groups", "parallel", "layers", "data", "ckpt", "export", "train", "testing"},
+    "auto": {"groups", "files", "parallel", "layers", "data", "ckpt", "export", "train", "testing"},
 }
 OPTIONAL = {
     "flash_attn",
@@ -98,6 +99,11 @@ def test_every_public_name_loads_only_what_its_package_may(package):
 
 def test_importing_groups_loads_no_torch():
     assert not {"torch", "numpy"} & loaded_by("groups", every_name=False)
+
+
+def test_files_loads_neither_torch_nor_groups_even_when_every_name_is_resolved():
+    modules = loaded_by("files", every_name=True)
+    assert not {"torch", "numpy", "megablocks_core.groups"} & modules
 
 
 def test_data_loads_no_torch_even_when_every_name_is_resolved():

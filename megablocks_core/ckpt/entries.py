@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.groups import ShardSpec, logical_shape, logical_tensors
-from megablocks_core.groups.collect import Held
+from megablocks_core.groups import Held, ShardSpec, logical_shape, logical_tensors
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 

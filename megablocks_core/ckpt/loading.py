@@ -26,8 +26,8 @@ from megablocks_core.groups import (
     load_slices,
     logical_shape,
     logical_tensors,
+    together,
 )
-from megablocks_core.groups.together import together
 
 
 class LoadReport(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import warnings
 from collections.abc import MutableMapping
 from contextlib import suppress
@@ -13,9 +12,8 @@ from typing import Any
 from megablocks_core.ckpt.loading import load
 from megablocks_core.ckpt.manifest import MANIFEST, CheckpointError, read_manifest
 from megablocks_core.ckpt.stored import check_sizes
-from megablocks_core.groups import LOCAL, Group
-from megablocks_core.groups.folder import sync_folder, write_file
-from megablocks_core.groups.together import together
+from megablocks_core.files import is_unfinished, replace_file
+from megablocks_core.groups import LOCAL, Group, together
 
 LATEST = "LATEST"
 
@@ -70,24 +68,14 @@ def write_latest(root: Path, name: str, digest: str) -> None:
     path = root / LATEST
     before = path.read_bytes() if path.exists() else None
     try:
-        _replace(path, f"{digest} {name}\n".encode())
+        replace_file(path, f"{digest} {name}\n".encode())
     except BaseException:
         with suppress(OSError):
             if before is None:
                 path.unlink(missing_ok=True)
             else:
-                _replace(path, before)
+                replace_file(path, before)
         raise
-
-
-def _replace(path: Path, data: bytes) -> None:
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        write_file(draft, data)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def newest_time(root: Path) -> int:
@@ -113,9 +101,9 @@ def _survey(root: Path) -> tuple[list[Path], list[str]]:
     whole: list[tuple[int, Path, str]] = []
     faults, folders = [], []
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        if is_unfinished(folder):
+            faults.append(f"{folder} is a save that did not finish")
         if folder.name.startswith("."):
-            if folder.name.endswith(".partial"):
-                faults.append(f"{folder} is a save that did not finish")
             continue
         folders.append(folder.name)
         try:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 from torch import Tensor
 
@@ -23,10 +22,9 @@ from megablocks_core.ckpt.manifest import (
     StoredAs,
 )
 from megablocks_core.ckpt.newest import newest_time, write_latest
-from megablocks_core.groups import LOCAL, Group
-from megablocks_core.groups.collect import Collection, Held, Whole
-from megablocks_core.groups.folder import CODES, NewFolder, SafetensorsWriter, write_file
-from megablocks_core.groups.together import together
+from megablocks_core.files import NewFolder, create_file
+from megablocks_core.files.safetensors import DTYPE_CODES, SafetensorsWriter
+from megablocks_core.groups import LOCAL, Collection, Group, Held, Whole, as_bytes, together
 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, group: Group = LOCAL) -> None:
@@ -101,7 +99,8 @@ class _Draft:
         writer, _ = self._writers[file]
         writer.add(key, tensor)
         chunk = Chunk(file, writer.offsets[key], tensor.nbytes)
-        self._manifest.tensors[name] = StoredAs(CODES[tensor.dtype], list(tensor.shape), [chunk])
+        code = DTYPE_CODES[tensor.dtype]
+        self._manifest.tensors[name] = StoredAs(code, list(tensor.shape), [chunk])
 
     def commit(self) -> None:
         assert self._folder is not None
@@ -110,7 +109,7 @@ class _Draft:
             self._manifest.files[file] = hashes.record()
         root = self._target.parent
         self._manifest.saved_unix_ns = max(time.time_ns(), newest_time(root) + 1)
-        write_file(self._folder.staging / MANIFEST, self._manifest.text().encode())
+        create_file(self._folder.staging / MANIFEST, self._manifest.text().encode())
         try:
             self._folder.publish()
             write_latest(root, self._target.name, self._manifest.digest)
@@ -131,8 +130,7 @@ def _is_whole(part: Held, group: Group) -> bool:
 
 
 def _digest(part: Held) -> str:
-    values = part.tensor.detach().cpu().contiguous().reshape(-1)
-    return xxhash.xxh3_128_hexdigest(values.view(torch.uint8).numpy().data)
+    return xxhash.xxh3_128_hexdigest(as_bytes(part.tensor.detach().cpu()).numpy().data)
 
 
 def _check_equal(state: dict[str, dict[str, Any]], digests: dict[str, str], group: Group) -> None:

@@ -18,9 +18,9 @@ from megablocks_core.ckpt.manifest import (
     StoredAs,
     read_manifest,
 )
-from megablocks_core.groups.folder import CODES
+from megablocks_core.files.safetensors import DTYPE_CODES
 
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class Stored:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from megablocks_core.data.indexed import DTYPES, HEADER, MAGIC, VERSION, IndexedDataset
+from megablocks_core.files import sync_file, sync_folder
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32 in the file
@@ -120,10 +121,10 @@ class IndexedDatasetBuilder:
                 f"{self._open_sequences} sequences must be closed by end_document() before finish()"
             )
         try:
-            _sync(self._tokens)
+            sync_file(self._tokens)
             with open(self._aside + ".idx", "xb") as file:
                 self._write_index(file)
-                _sync(file)
+                sync_file(file)
             self._publish()
         finally:
             self._discard()
@@ -204,17 +205,17 @@ class IndexedDatasetBuilder:
             for path in (index_path, token_path):
                 if os.path.exists(path):
                     os.remove(path)
-                    _sync_folder(folder)
+                    sync_folder(folder)
         with open(token_path, "xb"):  # claims the name: of two builders one fails here
             pass
         try:
             os.replace(self._aside + ".bin", token_path)
-            _sync_folder(folder)
+            sync_folder(folder)
             os.replace(self._aside + ".idx", index_path)
         except BaseException:
             os.remove(token_path)
             raise
-        _sync_folder(folder)
+        sync_folder(folder)
 
     def _refuse_existing(self) -> None:
         for path in (self.prefix + ".idx", self.prefix + ".bin"):
@@ -230,20 +231,6 @@ def pointers(lengths: np.ndarray, itemsize: int) -> np.ndarray:
     """Return the byte at which each sequence begins, [S] int64."""
     ends = np.cumsum(lengths, dtype=np.int64) * itemsize
     return np.concatenate(([0], ends[:-1])) if len(ends) else ends
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(path: str) -> None:
-    """Make renames in a folder survive a crash of the machine."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(tokens: BinaryIO, aside: str) -> None:

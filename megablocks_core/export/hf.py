@@ -13,11 +13,21 @@ from torch import Tensor, nn
 
 from megablocks_core.export.families import FAMILIES, Family, Shapes
 from megablocks_core.export.materialize import computed_tables, materialize
-from megablocks_core.export.source import INDEX, SINGLE, HfFolder, read_json
-from megablocks_core.groups import LOCAL, Group, Specs, load_slices, logical_shape, logical_tensors
-from megablocks_core.groups.collect import Collection, Held, Whole
-from megablocks_core.groups.folder import NewFolder, SafetensorsWriter, write_file
-from megablocks_core.groups.together import together
+from megablocks_core.export.source import INDEX, SINGLE, HfFolder
+from megablocks_core.files import NewFolder, create_file, read_json
+from megablocks_core.files.safetensors import SafetensorsWriter
+from megablocks_core.groups import (
+    LOCAL,
+    Collection,
+    Group,
+    Held,
+    Specs,
+    Whole,
+    load_slices,
+    logical_shape,
+    logical_tensors,
+    together,
+)
 
 # What belongs to a model beside its weights, copied by ``like=``.
 _COMPANIONS = (
@@ -221,7 +231,7 @@ def _untrue_ties(
 
 def _config(model: nn.Module, like: str | os.PathLike[str] | None) -> dict[str, Any]:
     if like is not None:
-        return read_json(Path(like) / "config.json")
+        return read_json(Path(like) / "config.json", dict)
     spec: Any = getattr(model, "spec", None)
     if hasattr(spec, "to_hf"):
         return dict(spec.to_hf())
@@ -320,7 +330,7 @@ class _Draft:
         _write_json(staging / "config.json", config)
         for name in _COMPANIONS:
             if like is not None and (like / name).is_file():
-                write_file(staging / name, (like / name).read_bytes())
+                create_file(staging / name, (like / name).read_bytes())
         self._folder.publish()
 
     def close(self) -> None:
@@ -357,7 +367,7 @@ def _index(files: dict[str, list[Whole]]) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_file(path, (json.dumps(value, indent=2) + "\n").encode())
+    create_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from megablocks_core.export.families import FAMILIES, Family
+from megablocks_core.files import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,7 +28,7 @@ class HfFolder:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        self.config = read_json(folder / "config.json")
+        self.config = read_json(folder / "config.json", dict)
         self.family: Family | None = FAMILIES.get(self.config.get("model_type", ""))
         self.tensors: dict[str, Any] = {}
         for name in sorted(set(self._weight_map().values())):
@@ -48,7 +48,7 @@ class HfFolder:
     def _weight_map(self) -> dict[str, str]:
         if not (self.path / INDEX).exists():
             return {"": SINGLE}
-        weight_map = read_json(self.path / INDEX).get("weight_map")
+        weight_map = read_json(self.path / INDEX, dict).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{self.path / INDEX} must have a weight_map")
         outside = sorted({file for file in weight_map.values() if Path(file).name != file})
@@ -70,20 +70,3 @@ class HfFolder:
             raise ValueError(f"{file} holds tensors that another file holds too: {twice}")
         for name in opened.keys():  # noqa: SIM118, not a dict
             self.tensors[name] = opened.get_slice(name)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: There is no such file, or it holds no object.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return value

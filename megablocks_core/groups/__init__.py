@@ -8,6 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megablocks_core.groups.collect import Collection as Collection
+    from megablocks_core.groups.collect import Held as Held
+    from megablocks_core.groups.collect import Whole as Whole
+    from megablocks_core.groups.collect import as_bytes as as_bytes
     from megablocks_core.groups.collectives import all_gather_to as all_gather_to
     from megablocks_core.groups.collectives import all_to_all as all_to_all
     from megablocks_core.groups.collectives import copy_slices_to as copy_slices_to
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from megablocks_core.groups.marking import marks as marks
     from megablocks_core.groups.marking import specs_of as specs_of
     from megablocks_core.groups.mesh import Mesh as Mesh
+    from megablocks_core.groups.outcome import together as together
     from megablocks_core.groups.whole import gather_whole as gather_whole
     from megablocks_core.groups.whole import load_slices as load_slices
     from megablocks_core.groups.whole import load_whole as load_whole
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
     from megablocks_core.groups.whole import whole_tensor as whole_tensor
 
 _HOMES = {
+    "collect": ("Collection", "Held", "Whole", "as_bytes"),
     "collectives": (
         "all_gather_to",
         "all_to_all",
@@ -61,6 +67,7 @@ _HOMES = {
     "group": ("LOCAL", "Group", "bind"),
     "marking": ("mark", "marks", "specs_of"),
     "mesh": ("Mesh",),
+    "outcome": ("together",),
     "whole": (
         "gather_whole",
         "load_slices",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megablocks_core.groups.cuts import Box, ShardSpec, own_slices, whole_shape
 from megablocks_core.groups.group import Group
-from megablocks_core.groups.together import together
+from megablocks_core.groups.outcome import together
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -145,7 +145,7 @@ class Collection:
                 return [self._held[name].cpu()]
             return [torch.empty(source.whole.shape, dtype=source.whole.dtype)]
         return [
-            _bytes(self._held[name][_within(self._boxes[name], cell.box)])
+            as_bytes(self._held[name][_within(self._boxes[name], cell.box)])
             for cell in source.cells
             if cell.rank == rank
         ]
@@ -168,7 +168,7 @@ class Collection:
                 continue
             shape = [part.stop - part.start for part in cell.box]
             piece = torch.empty(shape, dtype=whole.dtype, device=source.devices[cell.rank])
-            dist.recv(_bytes(piece), ranks[cell.rank], group=pg)
+            dist.recv(as_bytes(piece), ranks[cell.rank], group=pg)
             whole[cell.box] = piece.cpu()
         return whole
 
@@ -195,6 +195,11 @@ def first_holders(boxes: Sequence[Sequence[Box]]) -> list[Cell]:
             for cell in product(*spans):
                 holders.setdefault(cell, rank)
     return [Cell(rank, tuple(slice(*span) for span in cell)) for cell, rank in holders.items()]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor as raw bytes, which every back end can send; shares memory if contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _share(part: Held, group: Group) -> _Share:
@@ -247,8 +252,3 @@ def _within(boxes: list[tuple[Box, Box]], cell: Box) -> Any:
                 for own, (outer, inner) in zip(ours, pairs, strict=True)
             )
     raise AssertionError(f"no box of this rank holds {cell}")
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The tensor as raw bytes, which every back end can send; shares memory if contiguous."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from megablocks_core.files import read_json, replace_file
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.train.lines import JsonLines, Line, read_lines
 
@@ -134,25 +134,11 @@ def _read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_json(path: Path, *, missing: Any) -> Any:
-    if not path.exists():
-        return missing
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, type(missing)):
-        raise ValueError(f"{path} must hold a {type(missing).__name__} at its top")
-    return value
+    return read_json(path, type(missing)) if path.exists() else missing
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Replace ``path`` whole: written aside, synced, renamed."""
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "w") as file:
-        json.dump(_finite(value), file, indent=1, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    replace_file(path, json.dumps(_finite(value), indent=1, allow_nan=False).encode())
 
 
 def _finite(value: Any) -> Any:

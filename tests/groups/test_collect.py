@@ -6,8 +6,17 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megablocks_core.groups import LOCAL, Group, Mesh, Segment, ShardSpec, own_slices
-from megablocks_core.groups.collect import Collection, Held, first_holders
+from megablocks_core.groups import (
+    LOCAL,
+    Collection,
+    Group,
+    Held,
+    Mesh,
+    Segment,
+    ShardSpec,
+    own_slices,
+)
+from megablocks_core.groups.collect import first_holders
 from megablocks_core.testing import ranks
 
 

@@ -94,7 +94,7 @@ def test_what_is_no_run_is_named(tmp_path):
         read_run(tmp_path)
     write_steps(tmp_path, 0, 1)
     (tmp_path / "record.json").write_text("{")
-    with pytest.raises(ValueError, match=r"record.json: not JSON"):
+    with pytest.raises(ValueError, match=r"record.json is not JSON"):
         read_run(tmp_path)
     (tmp_path / "record.json").write_text("{}")
     with pytest.raises(ValueError, match=r"record.json must hold a list"):

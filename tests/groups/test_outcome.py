@@ -2,8 +2,7 @@
 
 import pytest
 
-from megablocks_core.groups import LOCAL, Mesh
-from megablocks_core.groups.together import together
+from megablocks_core.groups import LOCAL, Mesh, together
 from megablocks_core.testing import ranks
 
 
