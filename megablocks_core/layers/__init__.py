@@ -4,7 +4,6 @@ from megablocks_core.layers.attention import Attention as Attention
 from megablocks_core.layers.decoder import Decoder as Decoder
 from megablocks_core.layers.decoder import DecoderLayer as DecoderLayer
 from megablocks_core.layers.decoder import DecoderOutput as DecoderOutput
-from megablocks_core.layers.head import VocabParallelHead as VocabParallelHead
 from megablocks_core.layers.mlp import MLP as MLP
 from megablocks_core.layers.mlp import GatedMLP as GatedMLP
 from megablocks_core.layers.norm import LayerNorm as LayerNorm
@@ -25,7 +24,6 @@ __all__ = [
     "LayerNorm",
     "RMSNorm",
     "RotaryEmbedding",
-    "VocabParallelHead",
     "on_part",
     "rotate",
 ]

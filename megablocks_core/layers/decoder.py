@@ -15,13 +15,16 @@ from torch.nn.functional import pad
 from megablocks_core.groups import LOCAL, Group, Mesh, marks
 from megablocks_core.layers.attention import Attention
 from megablocks_core.layers.attention.causal import document_positions
-from megablocks_core.layers.head import VocabParallelHead
 from megablocks_core.layers.linear import LinearFactory, blank_linear
 from megablocks_core.layers.mlp import GatedMLP
 from megablocks_core.layers.norm import RMSNorm, on_part
 from megablocks_core.layers.rotary import RotaryEmbedding
 from megablocks_core.layers.spec import DecoderSpec
-from megablocks_core.parallel import VocabParallelEmbedding
+from megablocks_core.parallel import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    gather_features,
+)
 from megablocks_core.parallel.initial import draw_key, key_of, normal_
 
 
@@ -159,7 +162,9 @@ class Decoder(nn.Module):
         embedding = VocabParallelEmbedding(
             spec.vocab_size, spec.hidden_size, padding_idx=spec.pad_token_id, **blank
         )
-        head = VocabParallelHead(spec.hidden_size, spec.vocab_size, **blank)
+        head = ColumnParallelLinear(
+            spec.hidden_size, spec.vocab_size, bias=False, uneven=True, **blank
+        )
         self.model = _Trunk(embedding.to_empty(device=where), layers, make_norm(spec.hidden_size))
         self.lm_head = head.to_empty(device=where)
         self._tie()
@@ -233,7 +238,9 @@ class Decoder(nn.Module):
             )
         (last_norm,) = on_part(self.model.norm, group=self.tp if self.sequence_parallel else LOCAL)
         logits_Tv = self.lm_head(last_norm(x_tH))[..., :num_tokens, :]
-        return DecoderOutput(self.lm_head.gather(logits_Tv) if gather_logits else logits_Tv, {})
+        if gather_logits:
+            logits_Tv = gather_features(logits_Tv, self.lm_head.spec)
+        return DecoderOutput(logits_Tv, {})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
         """Move or convert all parameters; ``to_empty`` would otherwise cut the tie."""

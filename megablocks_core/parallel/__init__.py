@@ -10,6 +10,7 @@ from megablocks_core.parallel.initial import reset_parameters as reset_parameter
 from megablocks_core.parallel.linear import ColumnParallelLinear as ColumnParallelLinear
 from megablocks_core.parallel.linear import RowParallelLinear as RowParallelLinear
 from megablocks_core.parallel.linear import column_linears as column_linears
+from megablocks_core.parallel.linear import gather_features as gather_features
 from megablocks_core.parallel.plan import Column as Column
 from megablocks_core.parallel.plan import Row as Row
 from megablocks_core.parallel.tensor_parallelize import gather as gather

@@ -270,7 +270,7 @@ def column_linears(x_TI: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor,
     wire = _Wire(first.group, first.sequence_parallel)
     ys_To = _ColumnLinears.apply(x_TI, wire, *_weights_and_biases(layers))
     return tuple(
-        _gather_features(y_To, layer.spec) if layer.gather_output else y_To
+        gather_features(y_To, layer.spec) if layer.gather_output else y_To
         for y_To, layer in zip(ys_To, layers, strict=True)
     )
 
@@ -375,8 +375,13 @@ def _finish_input_gradient(flying: Tensor, wire: _Wire, ctx: Any) -> Tensor:
     return dx.to(ctx.x_dtype)
 
 
-def _gather_features(y_To: Tensor, spec: ShardSpec) -> Tensor:
-    """All ranks' features, in the order of the whole; slices held twice are taken once."""
+def gather_features(y_To: Tensor, spec: ShardSpec) -> Tensor:
+    """All ranks' features [... O] from this rank's [... o], cut by ``spec``.
+
+    One all-gather; backward keeps this rank's part of the gradient, so all ranks must go on
+    with the whole alike. Packed parts come in the order of the whole, and slices that
+    neighbours hold too are taken once.
+    """
     whole_length = spec.whole_length(y_To.shape[-1])
     shares = [spec.ranges(whole_length, rank) for rank in range(spec.group.size)]
     sizes = [sum(part.stop - part.start for part in share) for share in shares]

@@ -19,7 +19,12 @@ from megablocks_core.groups import (
     marks,
     whole_tensor,
 )
-from megablocks_core.parallel import ColumnParallelLinear, RowParallelLinear, column_linears
+from megablocks_core.parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_linears,
+    gather_features,
+)
 from megablocks_core.testing import ranks
 
 _PACKED = (Segment(8), Segment(4), Segment(4))  # q | k | v
@@ -351,14 +356,25 @@ def test_sizes_that_do_not_divide_raise():
 
 @ranks(2, 4)
 @pytest.mark.parametrize("features", [7, 3])
-def test_uneven_columns_equal_one_whole_layer(features):
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_uneven_columns_equal_one_whole_layer(features, sequence_parallel):
     """Vocabularies of any size: with 3 features the last of 4 ranks holds none."""
+    group = _world()
     whole = _seeded(lambda: nn.Linear(12, features))
-    layer = ColumnParallelLinear.from_linear(whole, gather_output=True, uneven=True, group=_world())
-    x_TI, x_ref_TI = (_tokens(5, 12).requires_grad_() for _ in range(2))
-    layer(x_TI).square().sum().backward()
+    layer = ColumnParallelLinear.from_linear(
+        whole, uneven=True, sequence_parallel=sequence_parallel, group=group
+    )
+    x_TI = _tokens(8, 12)
+    x_ref_TI = x_TI.clone().requires_grad_()
+    x = (_own_tokens(x_TI, group) if sequence_parallel else x_TI).requires_grad_()
+    y_To = layer(x)
+    with CommDebugMode() as traffic:
+        y_TO = gather_features(y_To, layer.spec)
+    assert traffic.get_total_counts() == 1
+    y_TO.square().sum().backward()
     whole(x_ref_TI).square().sum().backward()
-    assert_close(x_TI.grad, x_ref_TI.grad, atol=1e-10, rtol=0)
+    expected = _own_tokens(x_ref_TI.grad, group) if sequence_parallel else x_ref_TI.grad
+    assert_close(x.grad, expected, atol=1e-10, rtol=0)
     _assert_whole_gradients(layer, whole)
 
 
