@@ -42,7 +42,7 @@ def evaluate(
     model: nn.Module,
     loader: Iterable[Batch],
     *,
-    loss: Callable[[nn.Module, Batch], tuple[Tensor | float, Tensor | float]] = next_token_loss,
+    loss: Callable[[Any, Any], tuple[Tensor | float, Tensor | float]] = next_token_loss,
     group: Group = LOCAL,
 ) -> Mean:
     """Mean loss of ``model`` over all that the ranks' ``loader``s hold together.
