@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ COMPARED = 20  # steps
 
 
 def main() -> None:
-    """Run the acts one after the other."""
+    """Run the acts; if stopped by Ctrl-C, a hangup or a plain kill, take the ranks along."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -37,54 +38,70 @@ def main() -> None:
     options, others = parser.parse_known_args()
     if (options.out / "metrics.jsonl").exists():
         sys.exit(f"{options.out} holds a run already: name another folder with --out (OUT=)")
-    others += ["--steps", str(options.steps)]
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        play(options.out, options.steps, others)
+    except KeyboardInterrupt:
+        sys.exit("\nstopped")
+
+
+def play(out: Path, steps: int, others: list[str]) -> None:
+    """Train, kill, go on, compare and report; ``others`` are options of pretrain_gpt.py."""
+    others = ["--steps", str(steps), "--save-every", str(max(1, steps // 6)), *others]
+    kill_at, compared = steps * 2 // 5, min(COMPARED, steps)
     began = time.monotonic()
 
-    kill_at = options.steps * 2 // 5
     title(f"Two ranks, tensor parallel, killed after step {kill_at}")
-    launch(2, "--out", options.out, "--tp", 2, *others, kill_at=kill_at)
+    launch(2, out, "--tp", "2", "--stop-after", str(steps), *others, kill_at=kill_at)
     title("Two ranks, data parallel, going on from the last checkpoint")
-    launch(2, "--out", options.out, "--tp", 1, *others)
-    title(f"One process, {COMPARED} steps, to compare with two")
-    alone = options.out / "one-process"
-    launch(1, "--out", alone, "--stop-after", COMPARED, *others)
+    launch(2, out, "--tp", "1", *others)
+    title(f"One process, {compared} steps, to compare with two")
+    alone = out / "one-process"
+    launch(1, alone, "--stop-after", str(compared), *others)
 
     title("Report")
-    run = read_run(options.out)
-    pairs = zip(run.lines, read_run(alone).lines, strict=False)
+    pairs = zip(read_run(out).lines, read_run(alone).lines, strict=False)
     distance = max(abs(line.values["loss"] - other.values["loss"]) for line, other in pairs)
-    found = {f"loss, tp=2 and one process, first {COMPARED} steps, float32": distance}
-    found |= distance_to_transformers(options.out / "hf")
-    sample = (options.out / "sample.txt").read_text()
-    add_to_summary(options.out, {"layout_distance": found, "sample": sample})
+    found = {f"loss, tp=2 and one process, first {compared} steps, float32": distance}
+    found |= distance_to_transformers(out / "hf")
+    sample = (out / "sample.txt").read_text()
+    add_to_summary(out, {"layout_distance": found, "sample": sample})
     for what, value in found.items():
         print(f"largest difference of {what}: {value:.1e}")
-    print(f"\n{sample}\n\n{write_report(options.out)}, {time.monotonic() - began:.0f} s in all")
+    print(f"\n{sample}\n\n{write_report(out)}, {time.monotonic() - began:.0f} s in all")
 
 
-def launch(ranks: int, *arguments: object, kill_at: int | None = None) -> None:
+def launch(ranks: int, out: Path, *arguments: str, kill_at: int | None = None) -> None:
     """Run pretrain_gpt.py on some ranks; kill all of them once the run has come to a step."""
-    words = [str(word) for word in (TRAIN, *arguments)]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-    process = subprocess.Popen(
-        [sys.executable, *(torchrun if ranks > 1 else []), *words],
-        start_new_session=True,
-        env=environment,
-    )
+    command = [sys.executable, str(TRAIN), "--out", str(out), *arguments]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        while kill_at is not None and process.poll() is None:
-            if lines_written(Path(str(arguments[1])) / "metrics.jsonl") > kill_at:
-                print("\nkill -9")
+        for rank in range(ranks):  # each in a process group of its own: Ctrl-C comes here alone
+            environment = place(rank, ranks, port)
+            processes.append(subprocess.Popen(command, env=environment, process_group=0))
+        while any(process.poll() is None for process in processes):
+            if kill_at is not None and lines_written(out / "metrics.jsonl") > kill_at:
+                print("\nkill -9", flush=True)
+                return
+            if any(process.poll() for process in processes):
                 break
-            time.sleep(0.2)
-        else:
-            if process.wait():
-                sys.exit(f"training ended with exit code {process.returncode}")
+            time.sleep(0.05)
+        if failed := [process.returncode for process in processes if process.returncode]:
+            sys.exit(f"training ended with exit code {failed[0]}")
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.kill()
             process.wait()
+
+
+def place(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment of a rank, as torchrun sets it; the cores are shared out."""
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**threads, **os.environ, **master, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
 
 
 def lines_written(path: Path) -> int:

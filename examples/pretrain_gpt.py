@@ -12,8 +12,10 @@ import argparse
 import math
 import os
 import random
+import sys
 import sysconfig
-from collections.abc import Iterator
+import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,9 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from megablocks_core import ckpt, data, export
-from megablocks_core.groups import Group, Mesh
+from megablocks_core import ckpt, data, export, parallel
+from megablocks_core.groups import Group, Mesh, logical_shape, marks, together
 from megablocks_core.layers import Decoder, DecoderSpec
-from megablocks_core.parallel import (
-    clip_grad_norm_,
-    reduce_gradients,
-    vocab_parallel_cross_entropy,
-)
 from megablocks_core.train import (
     Metrics,
     Progress,
@@ -44,35 +41,38 @@ from megablocks_core.train import (
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options, each with its default."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("out/run"), help="folder of the run")
-    parser.add_argument("--data", type=Path, nargs="*", default=[], help="files, folders, .jsonl")
-    parser.add_argument("--max-bytes", type=int, default=8_000_000, help="of text to learn from")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; the rest is dp")
-    parser.add_argument("--sequence-parallel", action="store_true", help="cut tokens over tp too")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
-    parser.add_argument("--hidden-size", type=int, default=192)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences in a step, all ranks")
-    parser.add_argument("--micro-batch-size", type=int, default=8, help="sequences at once, a rank")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--stop-after", type=int, help="end here, short of --steps")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--evaluate-every", type=int, default=25)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--price-per-hour", type=float, help="of all machines, for the report")
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("out/run"), help="folder of the run")
+    add("--data", type=Path, nargs="*", default=[], help="files, folders, .jsonl")
+    add("--max-bytes", type=int, default=8_000_000, help="of text to learn from")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks; the rest is data parallel")
+    add("--sequence-parallel", action="store_true", help="cut tokens over the tp ranks too")
+    add("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
+    add("--hidden-size", type=int, default=192)
+    add("--layers", type=int, default=4)
+    add("--heads", type=int, default=6)
+    add("--kv-heads", type=int, default=2)
+    add("--sequence-length", type=int, default=256)
+    add("--batch-size", type=int, default=16, help="sequences in a step, all ranks")
+    add("--micro-batch-size", type=int, default=8, help="sequences at once, a rank")
+    add("--steps", type=int, default=300)
+    add("--stop-after", type=int, help="end here, short of --steps, and export nothing")
+    add("--learning-rate", type=float, default=3e-3)
+    add("--save-every", type=int, default=50)
+    add("--evaluate-every", type=int, default=25)
+    add("--evaluate-steps", type=int, default=20, help="batches to validate on")
+    add("--sample-length", type=int, default=300, help="bytes to write in the end")
+    add("--seed", type=int, default=1)
+    add("--price-per-hour", type=float, help="of all machines, for the report")
+    add("--timeout", type=float, default=300, help="seconds to wait for another rank")
     return parser.parse_args(arguments)
 
 
 def model_spec(options: argparse.Namespace) -> DecoderSpec:
     """A Llama with grouped queries and a tied head; its feed-forward layers are 8/3 as wide."""
-    end = data.END_OF_DOCUMENT
+    end, length = data.END_OF_DOCUMENT, options.sequence_length
     return DecoderSpec(
         vocab_size=data.VOCAB_SIZE,
         hidden_size=options.hidden_size,
@@ -82,50 +82,49 @@ def model_spec(options: argparse.Namespace) -> DecoderSpec:
         num_kv_heads=options.kv_heads,
         head_dim=options.hidden_size // options.heads,
         tied=True,
-        extra={
-            "max_position_embeddings": options.sequence_length,
-            "bos_token_id": end,
-            "eos_token_id": end,
-        },
+        extra={"max_position_embeddings": length, "bos_token_id": end, "eos_token_id": end},
     )
 
 
-def texts(options: argparse.Namespace) -> list[str]:
-    """Documents in a fixed random order, up to the number of bytes asked for."""
+def texts(options: argparse.Namespace) -> list[bytes]:
+    """Documents in a fixed random order; none is longer than a hundredth of all."""
     places = options.data
     if not places:
         library = Path(sysconfig.get_paths()["stdlib"])
         packages = {init.parent for init in library.glob("*/__init__.py")} - {library / "test"}
         places = sorted(library.glob("*.py")) + sorted(packages)
-    found = list(data.read_texts(*places, suffixes=() if options.data else (".py",)))
+    found, room = [], options.max_bytes
+    for text in data.read_texts(*places, suffixes=() if options.data else (".py",)):
+        found.append(text.encode()[:room])
+        room -= len(found[-1])
+        if room <= 0:
+            break
+    longest = max(1, sum(map(len, found)) // 100)  # so that one file gives two splits as well
+    found = [text[at : at + longest] for text in found for at in range(0, len(text), longest)]
     random.Random(0).shuffle(found)
-    room, kept = options.max_bytes, []
-    for text in found:
-        if room > 0:
-            kept.append(text)
-            room -= len(text)
-    return kept
+    return found
 
 
 def datasets(options: argparse.Namespace, world: Group) -> tuple[data.GPTDataset, data.GPTDataset]:
-    """Samples to learn from and to validate on; the first rank tokenizes if nobody has."""
+    """Samples to learn from and to validate on; the first rank tokenizes when a run begins."""
     prefix = options.out / "tokens"
-    if world.rank == 0 and not prefix.with_suffix(".idx").exists():
-        options.out.mkdir(parents=True, exist_ok=True)
-        data.write_byte_documents(texts(options), prefix)
-    world.barrier()
+    with together("reading the text", group=world, raises=OSError):
+        if world.rank == 0 and not (options.out / "checkpoints").exists():
+            options.out.mkdir(parents=True, exist_ok=True)
+            data.write_byte_documents(texts(options), prefix, overwrite=True)
     corpus = data.IndexedDataset(prefix)
     splits = data.split_documents(corpus.num_documents, "95,5", names=("train", "valid"))
-    length, seed = options.sequence_length, options.seed
-    needed = options.steps * options.batch_size
-    train = data.GPTDataset(corpus, length, seed=seed, split=splits["train"], num_samples=needed)
-    return train, data.GPTDataset(corpus, length, seed=seed, split=splits["valid"])
+    sampled = partial(data.GPTDataset, corpus, options.sequence_length, seed=options.seed)
+    return (
+        sampled(split=splits["train"], num_samples=options.steps * options.batch_size),
+        sampled(split=splits["valid"], num_samples=options.evaluate_steps * options.batch_size),
+    )
 
 
 def loss_of(model: Decoder, batch: dict[str, Any], *, length: int) -> tuple[Tensor, Tensor]:
     """Sum of the tokens' losses, and how many there are; the batch is rows of ``length``."""
     rows = batch["tokens"].view(-1, length)
-    losses = vocab_parallel_cross_entropy(
+    losses = parallel.vocab_parallel_cross_entropy(
         model(rows).logits,
         batch["labels"].view(rows.shape),
         vocab_size=model.spec.vocab_size,
@@ -145,99 +144,94 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
     return options.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def flops_per_token(model: Decoder, spec: DecoderSpec, length: int) -> float:
+def flops_per_token(model: Decoder, length: int) -> float:
     """Forward and backward: 6 a weight, and the scores and values of causal attention."""
-    weights = spec.vocab_size * spec.hidden_size + spec.num_layers * (
-        spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
-        + 3 * spec.hidden_size * spec.ffn_size
-    )
+    weights = sum(math.prod(logical_shape(part, specs)) for _, part, specs in marks(model))
+    spec = model.spec
     return 6 * weights + 6 * spec.num_layers * spec.num_heads * spec.head_dim * length
+
+
+def save(folder: Path, state: dict[str, Any], *, group: Group) -> None:
+    """Write a checkpoint; a damaged one of this name, which the run passed over, moves aside."""
+    if group.rank == 0 and folder.exists():
+        folder.rename(folder.with_name(f".{folder.name}.damaged.{time.time_ns()}"))
+    ckpt.save(folder, state, group=group)
 
 
 def train(options: argparse.Namespace) -> Decoder:
     """Train from the newest checkpoint, or from the start, to the end."""
-    mesh = Mesh(tp=options.tp)
+    mesh = Mesh(tp=options.tp, timeout=timedelta(seconds=options.timeout))
     dp, world = mesh.group("dp"), mesh.group("tp", "dp")
     train_set, valid_set = datasets(options, world)
-    torch.manual_seed(options.seed)
-    spec = model_spec(options)
-    model = Decoder(
-        spec,
-        mesh=mesh,
-        sequence_parallel=options.sequence_parallel,
-        dtype=getattr(torch, options.dtype),
+    own_batch = max(1, options.batch_size // dp.size)
+    batches_of = partial(
+        data.Loader,
+        global_batch_size=options.batch_size,
+        micro_batch_size=min(options.micro_batch_size, own_batch),
+        group=dp,
     )
+    torch.manual_seed(options.seed)  # one seed gives one model, however it is cut
+    dtype, cut_tokens = getattr(torch, options.dtype), options.sequence_parallel
+    model = Decoder(model_spec(options), mesh=mesh, sequence_parallel=cut_tokens, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     state = {"model": model, "optimizer": optimizer, "step": 0, "consumed": 0}
     ckpt.load_latest(options.out / "checkpoints", state, group=world)
+    first, last = state["step"], min(options.steps, options.stop_after or options.steps)
+    batches = batches_of(train_set, consumed=state["consumed"])
 
-    def loader(dataset: data.GPTDataset, consumed: int = 0) -> data.Loader:
-        return data.Loader(
-            dataset,
-            global_batch_size=options.batch_size,
-            micro_batch_size=min(options.micro_batch_size, options.batch_size // dp.size),
-            group=dp,
-            consumed=consumed,
-        )
-
-    def validation_batches() -> Iterator[dict[str, Any]]:
-        for validation_step in loader(valid_set):
-            yield from validation_step.micro_batches
-
-    record = run_record(
-        label=f"tp={options.tp}, dp={dp.size}",
-        mesh=mesh.describe(),
-        spec=spec.to_hf(),
-        data=xxhash.xxh3_128_hexdigest((options.out / "tokens.bin").read_bytes()),
-        tokenizer="bytes",
-        flops_per_token=flops_per_token(model, spec, options.sequence_length),
-        peak_flops=matmul_peak(group=world),
-        price_per_hour=options.price_per_hour,
-    )
     loss = partial(loss_of, length=options.sequence_length)
     metrics = Metrics("loss", "grad_norm", group=dp)
     timer = StepTimer(sample_every=20, group=world)
-    progress = Progress(options.steps, start=state["step"], group=world)
-    batches = loader(train_set, state["consumed"])
-    last = min(options.steps, options.stop_after or options.steps)
-    steps = iter(batches)
-    with RunFolder(options.out, record=record, step=state["step"], group=world) as run:
-        for step in range(state["step"], last):
+    progress = Progress(options.steps, start=first, group=world)
+    record = run_record(
+        label=f"tp={options.tp}, dp={dp.size}",
+        mesh=mesh.describe(),
+        spec=model.spec.to_hf(),
+        data=xxhash.xxh3_128_hexdigest((options.out / "tokens.bin").read_bytes()),
+        tokenizer="bytes",
+        flops_per_token=flops_per_token(model, options.sequence_length),
+        peak_flops=matmul_peak(group=world),
+        price_per_hour=options.price_per_hour,
+    )
+    with RunFolder(options.out, record=record, step=first, group=world) as run:
+        for step in range(first, last):
             with timer("data"):
-                micro_batches, num_tokens = next(steps)
+                micro_batches, num_tokens = next(batches)
             for batch in micro_batches:
                 with timer("forward"):
                     loss_sum, count = loss(model, batch)
                 with timer("backward"):
                     (loss_sum / num_tokens).backward()
-                metrics.add("loss", loss_sum.detach(), count)
+                metrics.add("loss", loss_sum, count)
             with timer("reduction"):
-                reduce_gradients(model, group=dp, reduction="sum")
-                metrics.add("grad_norm", clip_grad_norm_(model, 1.0))
+                parallel.reduce_gradients(model, group=dp, reduction="sum")
+                metrics.add("grad_norm", parallel.clip_grad_norm_(model, 1.0))
             with timer("optimizer"):
-                for settings in optimizer.param_groups:
-                    settings["lr"] = learning_rate(step, options)
+                optimizer.param_groups[0]["lr"] = learning_rate(step, options)
                 optimizer.step()
                 optimizer.zero_grad()
-            own = sum(batch["tokens"].numel() for batch in micro_batches)
-            timer.step(tokens=num_tokens, own_tokens=own, read_bytes=own * 2)
-            values = dict(metrics.reduce())
-            if (step + 1) % options.evaluate_every == 0 or step + 1 == last:
+            own_tokens = sum(batch["tokens"].numel() for batch in micro_batches)
+            timer.step(tokens=num_tokens, own_tokens=own_tokens, read_bytes=own_tokens * 2)
+
+            values: dict[str, float] = {**metrics.reduce()}
+            done = step + 1
+            if done % options.evaluate_every == 0 or done == last:
+                held_out = (batch for step in batches_of(valid_set) for batch in step.micro_batches)
                 with timer("evaluation"):
-                    found = evaluate(model, validation_batches(), loss=loss, group=dp)
-                    values["validation_loss"] = found
-            if (step + 1) % options.save_every == 0 or step + 1 == last:
-                state.update(step=step + 1, consumed=batches.consumed)
+                    values["validation_loss"] = evaluate(model, held_out, loss=loss, group=dp)
+            if done % options.save_every == 0 or done == last:
+                state.update(step=done, consumed=batches.consumed)
                 with timer("checkpoint"):
-                    ckpt.save(options.out / f"checkpoints/{step + 1:06}", state, group=world)
+                    save(options.out / f"checkpoints/{done:06}", state, group=world)
             values.update(timer.reduce())
             run.write(step, values)
             progress.update(step, values)
+    progress.close()
     return model
 
 
 @torch.no_grad()
-def write_on(model: Decoder, prompt: str, *, context: int, length: int = 300) -> str:
+def write_on(model: Decoder, prompt: str, *, context: int, length: int) -> str:
     """Go on from ``prompt``, at temperature 0.7; the same bytes on every rank."""
     generator = torch.Generator().manual_seed(0)
     tokens = [data.END_OF_DOCUMENT, *prompt.encode()]
@@ -250,19 +244,22 @@ def write_on(model: Decoder, prompt: str, *, context: int, length: int = 300) ->
 
 
 def main() -> None:
-    """Train on the ranks that torchrun started, or on one; then export and show a sample."""
+    """Train on the ranks that torchrun started, or on one; then show a sample and export."""
     options = parse()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    if ranks > 1:
-        dist.init_process_group("gloo")
-    model = train(options)
-    if options.stop_after is None:
-        world = Group.of(dist.group.WORLD) if ranks > 1 else model.tp
-        export.save_hf(model, options.out / "hf", group=world)
-        sample = write_on(model, "def ", context=options.sequence_length)
-        if world.rank == 0:
-            (options.out / "sample.txt").write_text(sample)
+    if ranks > 1:  # "nccl" on GPUs
+        dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
+    world = Mesh().group("dp")
+    try:
+        model = train(options)
+        if options.stop_after is None:
+            context, length = options.sequence_length, options.sample_length
+            sample = write_on(model, "def ", context=context, length=length)
+            if world.rank == 0:
+                (options.out / "sample.txt").write_text(sample)
+            export.save_hf(model, options.out / "hf", group=world)
+    except (ValueError, OSError, ckpt.CheckpointError) as error:  # what a user can mend
+        sys.exit(f"rank {world.rank}: {error}")
     if ranks > 1:
         dist.destroy_process_group()
 
