@@ -117,11 +117,8 @@ def check_json(value: Any, what: str) -> None:
 
 def module_tensors(entry: str, module: nn.Module) -> Iterator[Held]:
     """A module's tensors by "entry/logical name"; a tied one once."""
-    seen: set[int] = set()
-    for name, tensor, specs in logical_tensors(module):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield Held(f"{entry}/{name}", tensor, specs)
+    for name, tensor, specs in logical_tensors(module, remove_duplicate=True):
+        yield Held(f"{entry}/{name}", tensor, specs)
 
 
 def find_owners(state: Mapping[str, Any]) -> dict[int, Owner]:

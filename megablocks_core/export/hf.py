@@ -124,7 +124,10 @@ def save_hf(
     with together(task, group=group):
         config = _config(model, like)
         family = _family(config)
-        held = _held(model, family)
+        held = [
+            Held(family.theirs(name), tensor, specs)
+            for name, tensor, specs in logical_tensors(model, remove_duplicate=True)
+        ]
     collection = Collection(held, group=group, task=task, raises=RuntimeError)
     wholes = [whole._replace(dtype=_cast_to(whole.dtype, dtype)) for whole in collection.wholes]
     _check_schema({whole.name: whole.shape for whole in wholes}, family.schema(config))
@@ -248,16 +251,6 @@ def _family(config: Mapping[str, Any]) -> Family:
     if "quantization_config" in config:
         raise ValueError("quantization_config must be absent: quantised folders are not served yet")
     return FAMILIES[name]
-
-
-def _held(model: nn.Module, family: Family) -> list[Held]:
-    seen: set[int] = set()
-    held = []
-    for name, tensor, specs in logical_tensors(model):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            held.append(Held(family.theirs(name), tensor, specs))
-    return held
 
 
 def _check_schema(shapes: Shapes, schema: Shapes) -> None:

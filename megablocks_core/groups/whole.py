@@ -18,15 +18,19 @@ def logical_shape(tensor: Tensor, specs: tuple[ShardSpec, ...]) -> tuple[int, ..
     return whole_shape(tuple(tensor.shape), specs)
 
 
-def logical_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, Specs]]:
-    """(name, tensor, specs) of all that a state dict holds: tied names and buffers included."""
-    for name, parameter, specs in marks(module, remove_duplicate=False):
-        yield name, parameter, specs
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set:
-                path = f"{prefix}.{name}" if prefix else name
-                yield clean_name(path), buffer, specs_of(owner, name)
+def logical_tensors(
+    module: nn.Module, *, remove_duplicate: bool = False
+) -> Iterator[tuple[str, Tensor, Specs]]:
+    """Yield (name, tensor, specs) for all that a state dict holds, buffers included.
+
+    A tied tensor comes under each of its names, or under the first alone with
+    ``remove_duplicate``.
+    """
+    seen: set[int] = set()
+    for name, tensor, specs in _parameters_and_buffers(module):
+        if not (remove_duplicate and id(tensor) in seen):
+            seen.add(id(tensor))
+            yield name, tensor, specs
 
 
 def whole_tensor(tensor: Tensor, specs: tuple[ShardSpec, ...]) -> Tensor:
@@ -134,6 +138,15 @@ def to_dtensor(tensor: Tensor, specs: tuple[ShardSpec, ...], device_mesh: Any) -
     return DTensor.from_local(
         tensor.detach(), device_mesh, placements, run_check=False, shape=size, stride=strides
     )
+
+
+def _parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, Specs]]:
+    yield from marks(module, remove_duplicate=False)
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                path = f"{prefix}.{name}" if prefix else name
+                yield clean_name(path), buffer, specs_of(owner, name)
 
 
 def _joined(local: Tensor, spec: ShardSpec) -> Tensor:

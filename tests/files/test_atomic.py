@@ -139,3 +139,4 @@ def test_what_a_crash_leaves_is_told_from_finished_folders(tmp_path):
     folder.publish()
     assert not is_unfinished(folder.target)
     assert not is_unfinished(tmp_path / ".git")
+    assert not is_unfinished(tmp_path / "step-1.partial")

@@ -18,6 +18,7 @@ from megablocks_core.groups import (
     gather_whole,
     load_whole,
     logical_shape,
+    logical_tensors,
     mark,
     marks,
     to_dtensor,
@@ -103,6 +104,15 @@ def test_load_whole_changes_nothing_when_it_raises():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     load_whole(model, {"packed": zeros["packed"]}, strict=False)
     assert model.packed.abs().sum() == 0
+
+
+def test_a_tied_tensor_is_listed_under_each_name_or_under_the_first():
+    model, whole = _model(LOCAL)
+    model.get_submodule("child").register_buffer("again", model.counts)
+    every = [name for name, _, _ in logical_tensors(model)]
+    once = [name for name, _, _ in logical_tensors(model, remove_duplicate=True)]
+    assert set(every) == {*whole, "child.again"} and len(every) == len(set(every))
+    assert once == [name for name in every if not name.startswith("child.")]
 
 
 @ranks(2)
