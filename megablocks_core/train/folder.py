@@ -8,7 +8,6 @@ per start and how that start ended, ``summary.json`` what was found out at the e
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megablocks_core.files import read_json, replace_file
 from megablocks_core.groups import LOCAL, Group
-from megablocks_core.train.lines import JsonLines, Line, read_lines
+from megablocks_core.train.lines import JsonLines, Line, finite, read_lines
 
 METRICS, RECORD, SUMMARY = "metrics.jsonl", "record.json", "summary.json"
 _FATE = ("step", "started", "ended", "error", "recovery_seconds")
@@ -138,15 +137,4 @@ def _read_json(path: Path, *, missing: Any) -> Any:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    replace_file(path, json.dumps(_finite(value), indent=1, allow_nan=False).encode())
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with ``None`` for every number that JSON cannot say."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+    replace_file(path, json.dumps(finite(value), indent=1, allow_nan=False).encode())

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.train.metrics import Mean
@@ -89,6 +89,17 @@ def read_lines(path: str | Path) -> list[Line]:
     return [line for line, _ in _lines(Path(path))]
 
 
+def finite(value: Any) -> Any:
+    """``value`` with ``None`` for every number that JSON cannot say."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
 def _lines(path: Path) -> Iterator[tuple[Line, int]]:
     """Each whole line with the offset of its end."""
     rows = path.read_bytes().splitlines(keepends=True)
@@ -106,7 +117,7 @@ def _lines(path: Path) -> Iterator[tuple[Line, int]]:
 
 
 def _encode(line: Line) -> bytes:
-    pairs = {name: [_finite(m.sum), m.count] for name, m in line.values.items()}
+    pairs = {name: [finite(m.sum), m.count] for name, m in line.values.items()}
     row = {"step": line.step, "time": line.time, **pairs}
     return json.dumps(row, allow_nan=False).encode() + b"\n"
 
@@ -120,7 +131,3 @@ def _decode(row: bytes) -> Line:
 
 def _as_mean(value: float) -> Mean:
     return value if isinstance(value, Mean) else Mean(float(value))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
