@@ -370,3 +370,30 @@ def test_a_killed_writer_leaves_nothing_that_opens(tmp_path):
     with IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32) as writer:
         writer.add_document([1])
     assert IndexedDataset(tmp_path / "a")[0].tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+def test_bytes_are_those_of_megatron_and_each_reads_the_other(dtype, tmp_path):
+    peers = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="oracle megatron")
+    generator = np.random.default_rng(0)
+    documents = [
+        [generator.integers(0, 30000, size=n).astype(dtype) for n in lengths]
+        for lengths in ([3, 1], [7], [0, 2, 5])
+    ]
+    theirs = peers.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
+    with IndexedDatasetBuilder(tmp_path / "ours", dtype=dtype) as ours:
+        for sequences in documents:
+            for sequence in sequences:
+                theirs.add_item(torch.from_numpy(sequence.astype(np.int64)))
+                ours.add_item(sequence)
+            theirs.end_document()
+            ours.end_document()
+    theirs.finalize(str(tmp_path / "theirs.idx"))
+
+    for suffix in (".bin", ".idx"):
+        written = [tmp_path / f"{name}{suffix}" for name in ("ours", "theirs")]
+        assert written[0].read_bytes() == written[1].read_bytes()
+    read = IndexedDataset(tmp_path / "theirs"), peers.IndexedDataset(str(tmp_path / "ours"))
+    for index, sequence in enumerate(s for sequences in documents for s in sequences):
+        assert all(np.array_equal(dataset[index], sequence) for dataset in read)
+    assert np.array_equal(read[0].document_indices, read[1].document_indices)

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from datetime import timedelta
+from itertools import permutations
 from unittest.mock import patch
 
 import pytest
@@ -226,3 +227,20 @@ def test_describe_tells_sizes_groups_and_communicators():
             "group('tp', 'dp'): [0, 1, 2, 3]\n"
             "2 communicators on this rank, 1 made here"
         )
+
+
+def test_ranks_are_those_of_megatron():
+    """Dense and expert groups, joint ones too, in every order of the axes."""
+    peers = pytest.importorskip("megatron.core.parallel_state", reason="oracle megatron")
+    for order in permutations(("tp", "cp", "dp", "pp")):
+        sizes = {"tp": 2, "cp": 2, "dp": 3, "pp": 2}
+        mesh = Mesh(world_size=24, rank=0, **sizes, ep=3, etp=2, order="-".join(order))
+        theirs = peers.RankGenerator(**sizes, ep=1, order="-".join((*order, "ep")))
+        for axes in (("tp",), ("cp",), ("dp",), ("pp",), ("tp", "cp"), ("dp", "cp"), ("tp", "pp")):
+            assert mesh.ranks(*axes) == theirs.get_ranks("-".join(axes)), (order, axes)
+        if order.index("pp") < 3:
+            continue  # the two factorizations agree on the stages where these come last
+        expert_order = "-".join("ep-dp" if axis == "dp" else axis for axis in order)
+        theirs = peers.RankGenerator(tp=2, ep=3, dp=2, pp=2, cp=1, order=expert_order)
+        for ours, its in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"), ("pp", "pp")):
+            assert mesh.expert.ranks(ours) == theirs.get_ranks(its), (order, ours)
