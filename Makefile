@@ -19,8 +19,10 @@ demo: $(READY)  ## Train, save, resume, export: DATA= text to learn from, OUT= w
 test: $(READY)  ## What a change must pass; ARGS= goes to pytest
 	$(RUN) -m pytest $(ARGS)
 
-test-all: $(READY)  ## The same with the big counts and matrices
+test-all: $(READY)  ## The same with the big counts and matrices, late messages, and mutations
 	$(RUN) -m pytest -m "not drill and not gpu" $(ARGS)
+	$(RUN) -m pytest --delayed tests/groups tests/parallel tests/layers
+	$(RUN) tools/mutate.py
 
 drill: $(READY)  ## Kills, full disks, broken networks
 	$(RUN) -m pytest -m drill $(ARGS)
