@@ -1,12 +1,18 @@
 """Clip gradients by the norm of the whole model's gradient, however it is cut."""
 
+from __future__ import annotations
+
+import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megablocks_core.groups import LOCAL, Group, ShardSpec, marks
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # A block of float64 that fits a CPU's cache.
 _BLOCK = 1 << 16
@@ -75,7 +81,7 @@ def _with_cuts(
 def _groups_that_cut(parameter: Tensor, specs: Sequence[ShardSpec]) -> tuple[Group, ...]:
     """The groups of more than one rank over which a parameter is cut, an FSDP cut last."""
     groups = [spec.group for spec in specs]
-    if isinstance(parameter, DTensor):
+    if _is_dtensor(parameter):
         mesh = parameter.device_mesh
         for axis, placement in enumerate(parameter.placements):
             if placement.is_shard():
@@ -83,8 +89,14 @@ def _groups_that_cut(parameter: Tensor, specs: Sequence[ShardSpec]) -> tuple[Gro
     return tuple(dict.fromkeys(group for group in groups if group.size > 1))
 
 
+def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Loads nothing: DTensor's module takes a second to load, and without it there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_dtensor(tensor) else tensor
 
 
 def _counted(gradient: Tensor, parameter: Tensor, specs: Sequence[ShardSpec]) -> Tensor:
@@ -92,7 +104,9 @@ def _counted(gradient: Tensor, parameter: Tensor, specs: Sequence[ShardSpec]) ->
     for dim in {spec.dim for spec in specs if spec.has_copies}:
         counts = _counts_along(dim, parameter.shape[dim], specs)
         counts = counts.to(gradient.device).view(-1, *[1] * (parameter.dim() - dim - 1))
-        if isinstance(parameter, DTensor):
+        if _is_dtensor(parameter):
+            from torch.distributed.tensor import distribute_tensor
+
             whole = counts.expand(parameter.shape).contiguous()
             mesh, placements = parameter.device_mesh, parameter.placements
             counts = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
