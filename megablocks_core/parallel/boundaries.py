@@ -23,6 +23,7 @@ from megablocks_core.groups import (
     reduce_scatter_to,
     scatter_to,
 )
+from megablocks_core.parallel.checks import require
 
 
 class Boundary:
@@ -217,7 +218,16 @@ def vocab_forward(module: nn.Embedding, group: Group, first: int, ids: Tensor) -
     """The forward of an embedding's own class, from this rank's rows, summed over ``group``.
 
     For classes whose result is linear in the row, such as an embedding that scales.
+
+    Raises:
+        ValueError: An id is not in the vocabulary (on other devices than the CPU an
+            asynchronous assertion): every rank would take it for another's.
     """
+    require(
+        ~((ids < 0) | (ids >= module.num_embeddings)).any(),
+        f"ids must lie between 0 and num_embeddings={module.num_embeddings}",
+        lambda: f"found {int(ids.min())} to {int(ids.max())}",
+    )
     index = ids - first
     foreign = (index < 0) | (index >= len(module.weight))
     if len(module.weight) == 0:

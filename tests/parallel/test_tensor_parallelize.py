@@ -273,6 +273,51 @@ def test_a_sequential_model_whose_tokens_the_caller_cuts(tokens):
     )
 
 
+class _Grouped(nn.Module):
+    """Attention of Llama's kind in a model of one's own: two key heads for four query heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.num_key_value_groups = 4, 2
+        self.q_proj, self.o_proj = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(-2, -3) for y in projections)
+        k, v = (y.repeat_interleave(self.num_key_value_groups, dim=-3) for y in (k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(y.transpose(-2, -3).flatten(-2))
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_shared_key_heads_of_ones_own_model_sum_their_gradients_once(sequence_parallel):
+    group = _world()
+    plan = {
+        "q_proj": "column",
+        "k_proj": Column(repeat=True),
+        "v_proj": Column(repeat=True),
+        "o_proj": "row",
+    }
+
+    def build(group):
+        model = _Grouped()
+        tensor_parallelize(model, plan, group=group, sequence_parallel=sequence_parallel)
+        return model
+
+    def own(x):
+        return scatter_to(x, dim=-2, group=group) if sequence_parallel else x
+
+    def whole(y):
+        return gather_from(y, dim=-2, group=group) if sequence_parallel else y
+
+    x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert_parallel_equivalence(
+        build, x, group=group, loss=lambda y: y.square().sum(), split=own, join=whole
+    )
+
+
 @ranks(2)
 def test_sequences_that_do_not_divide_raise():
     model = tiny_model("llama")
@@ -281,6 +326,16 @@ def test_sequences_that_do_not_divide_raise():
         model(input_ids=_TOKENS[:, :7])
     # The parameters are seen again after a forward that raised.
     assert all("weight" not in vars(part) for part in model.modules())
+
+
+@ranks(2)
+@pytest.mark.parametrize("wrong", [-1, 101])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_an_id_outside_the_vocabulary_raises_on_every_rank(kind, wrong):
+    model = tiny_model(kind)
+    tensor_parallelize(model, group=_world())
+    with pytest.raises(ValueError, match=f"between 0 and num_embeddings=101; found .*{wrong}"):
+        model(input_ids=_TOKENS.index_fill(1, torch.tensor(3), wrong))
 
 
 @ranks(2)
