@@ -14,6 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megablocks_core.groups.cuts import Box, ShardSpec, own_slices, whole_shape
@@ -151,8 +152,6 @@ class Collection:
         ]
 
     def _exchange(self, source: _Source, pieces: list[Tensor]) -> Tensor:
-        import torch.distributed as dist
-
         ranks, pg = self._group.ranks, self._group.pg
         if self._group.rank != 0:
             for piece in pieces:

@@ -2,18 +2,18 @@
 
 Each is an adjoint pair for one loss that every rank of the group holds in full:
 
-==================== ================== =================================
-collective           forward            backward
-==================== ================== =================================
-``copy_to``          identity           all-reduce
-``copy_slices_to``   identity           sum over the holders of a slice
-``reduce_from``      all-reduce         identity
-``gather_from``      all-gather         own slice
-``all_gather_to``    all-gather         reduce-scatter
-``scatter_to``       own slice          all-gather
-``reduce_scatter_to`` reduce-scatter    all-gather
-``all_to_all``       all-to-all         the reverse
-==================== ================== =================================
+===================== ============== ===============================
+collective            forward        backward
+===================== ============== ===============================
+``copy_to``           identity       all-reduce
+``copy_slices_to``    identity       sum over the holders of a slice
+``reduce_from``       all-reduce     identity
+``gather_from``       all-gather     own slice
+``all_gather_to``     all-gather     reduce-scatter
+``scatter_to``        own slice      all-gather
+``reduce_scatter_to`` reduce-scatter all-gather
+``all_to_all``        all-to-all     the reverse
+===================== ============== ===============================
 
 Over a group of one all are the identity. They rest on torch's functional collectives, so
 ``torch.compile`` traces them, nothing the caller can see is changed in place, and a message
@@ -155,6 +155,9 @@ def reduce_scatter_to(
 
 def all_to_all(x: Tensor, *, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
     """Send rows to every rank and receive theirs; backward is the reverse.
+
+    The right one where rows move to the ranks that work on them, such as tokens to experts:
+    each row's gradient comes back to where the row came from.
 
     Args:
         x: Rows for rank 0, then for rank 1, and so on [sum(send) ...].

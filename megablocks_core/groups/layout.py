@@ -48,11 +48,11 @@ class Layout:
         Raises:
             ValueError: No axis, an axis that the layout lacks, or one named twice.
         """
-        self.sorted(*axes)
+        self.fastest_first(*axes)
         others = [axis for axis in self.axes if axis not in axes]
         return [[first + step for step in self._steps(axes)] for first in self._steps(others)]
 
-    def sorted(self, *axes: str) -> tuple[str, ...]:
+    def fastest_first(self, *axes: str) -> tuple[str, ...]:
         """The same axes, the fastest first, however the caller wrote them."""
         if not axes or len(set(axes)) < len(axes):
             raise ValueError(f"axes={axes} must name one axis or several different ones")

@@ -64,7 +64,7 @@ class _Axes:
             RuntimeError: torch.distributed is not initialised, or other ranks asked for other
                 groups, or for none in time; then every rank raises.
         """
-        axes = self._layout.sorted(*axes)
+        axes = self._layout.fastest_first(*axes)
         call = f"{self._view}group({', '.join(map(repr, axes))})"
         return self._process_groups.get(self._layout.family(*axes), axes, call)
 
@@ -77,7 +77,7 @@ class _Axes:
         Raises:
             ValueError: ``inner`` does not divide the size of the axes together.
         """
-        axes = self._layout.sorted(*axes)
+        axes = self._layout.fastest_first(*axes)
         families = split_family(self._layout.family(*axes), inner=inner, name=" * ".join(axes))
         call = f"{self._view}split({', '.join(map(repr, axes))}, inner={inner})"
         shard, replicate = (

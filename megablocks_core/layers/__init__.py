@@ -12,18 +12,3 @@ from megablocks_core.layers.norm import on_part as on_part
 from megablocks_core.layers.rotary import RotaryEmbedding as RotaryEmbedding
 from megablocks_core.layers.rotary import rotate as rotate
 from megablocks_core.layers.spec import DecoderSpec as DecoderSpec
-
-__all__ = [
-    "MLP",
-    "Attention",
-    "Decoder",
-    "DecoderLayer",
-    "DecoderOutput",
-    "DecoderSpec",
-    "GatedMLP",
-    "LayerNorm",
-    "RMSNorm",
-    "RotaryEmbedding",
-    "on_part",
-    "rotate",
-]

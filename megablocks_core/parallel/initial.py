@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import ShardSpec, logical_shape, own_slices, specs_of
+from megablocks_core.groups.cuts import Box
 from megablocks_core.groups.marking import clean_name
-
-Box = tuple[slice, ...]
 
 # Temporary memory is a few blocks: one that fits a CPU's cache, or that fills a GPU.
 _BLOCK_ON_CPU = 1 << 16

@@ -99,7 +99,7 @@ _TRANSFORMERS: dict[str, Style] = {
     "replicate": Whole(),
     "moe_tp_experts": Experts(),
 }
-# Attention modules of the Llama kind say how many query heads share a key head.
+# Of these, neighbours may hold the same heads where a model brings its own plan.
 _KEY_AND_VALUE = ("k_proj", "v_proj")
 
 

@@ -59,7 +59,7 @@ class Pool:
         which to run it. Returns the answers by rank.
 
         Raises:
-            RanksError: the first rank that failed, or the ranks that gave no answer.
+            RanksError: The first rank that failed, or the ranks that gave no answer.
         """
         self._num_jobs += 1
         job = Job(

@@ -35,7 +35,7 @@ def ranks(
     time in seconds after which ranks without an answer count as hanging.
 
     Raises:
-        ValueError: no size, a size below one, or a test that is not at module level.
+        ValueError: No size, a size below one, or a test that is not at module level.
     """
     import pytest
 

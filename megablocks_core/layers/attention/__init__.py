@@ -2,5 +2,3 @@
 
 from megablocks_core.layers.attention.causal import causal_attention as causal_attention
 from megablocks_core.layers.attention.grouped_query import Attention as Attention
-
-__all__ = ["Attention", "causal_attention"]
