@@ -182,8 +182,11 @@ class _Surgeon:
         for block, names in self.blueprint.summed_by_block().items():
             self._around(block, SumGradients(self.group, _below(block, names)))
         for block, names in self.blueprint.shared().items():
+            # A parallel layer sums its own.
+            names = [name for name in names if parent_of(name) in self.siblings]
             cuts = tuple(specs[name] for name in names)
-            self._around(block, SumGradients(self.group, _below(block, names), cuts))
+            if names:
+                self._around(block, SumGradients(self.group, _below(block, names), cuts))
 
     def _around(self, block: str, start: SumGradients) -> None:
         part = self.module.get_submodule(block)
