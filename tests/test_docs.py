@@ -1,0 +1,44 @@
+"""The pages are true: their code runs, and every public name stands in one of them."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+PACKAGES = ["ckpt", "data", "export", "groups", "layers", "parallel", "testing", "train"]
+
+
+def code_of(page):
+    """The Python blocks of a page, one after another, without those that say ``norun``."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if code_of(page)], ids=lambda p: p.stem)
+def test_the_code_of_a_page_runs(page, tmp_path):
+    command = [sys.executable, "-c", code_of(page)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_stands_in_a_page(package):
+    module = importlib.import_module(f"megablocks_core.{package}")
+    names = {
+        name
+        for name in dir(module)
+        if not name.startswith("_") and not isinstance(getattr(module, name), ModuleType)
+    }
+    words = set(re.findall(r"\w+", "\n".join(page.read_text() for page in PAGES)))
+    assert names <= words
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
