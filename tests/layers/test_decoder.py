@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -137,23 +136,33 @@ def test_cut_logits_are_those_that_the_vocabulary_parallel_loss_takes():
 
 
 @ranks(2)
-def test_traffic_follows_the_table():
-    """``docs/traffic.md``: L blocks, with and without query and key norms."""
-    layers = 2
-    for qk_norm in (False, True):
-        spec = DecoderSpec(96, 32, 48, layers, 4, 2, 8, qk_norm=qk_norm)
-        assert _traffic(spec, sequence_parallel=False) == (
-            {"all_reduce": 2 * layers + 1},
-            {"all_reduce": 2 * layers + 1 + (layers if qk_norm else 0)},
-        )
-        assert _traffic(spec, sequence_parallel=True) == (
-            {"all_gather_into_tensor": 2 * layers + 1, "reduce_scatter_tensor": 2 * layers + 1},
-            {
-                "all_gather_into_tensor": 4 * layers + 2,
-                "reduce_scatter_tensor": 2 * layers + 1,
-                "all_reduce": layers + 1,
-            },
-        )
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_traffic_follows_the_table(qk_norm):
+    """``docs/traffic.md``: how many messages each way, and the elements in all of them."""
+    layers, tokens, hidden, head_dim, vocab_size = 2, 16, 32, 8, 96
+    spec = DecoderSpec(vocab_size, hidden, 48, layers, 4, 2, head_dim, qk_norm=qk_norm)
+    large, once, twice = tokens * hidden, 2 * layers + 1, 4 * layers + 2
+    weights = layers * 2 * head_dim if qk_norm else 0
+
+    forward, backward = _traffic(spec, sequence_parallel=False)
+    assert forward == {"all_reduce": (once, once * large)}
+    messages = once + (layers if qk_norm else 0)
+    assert backward == {"all_reduce": (messages, once * large + weights)}
+    assert _traffic(spec, sequence_parallel=False, gather_logits=True) == (
+        {**forward, "all_gather_into_tensor": (1, tokens * vocab_size)},
+        backward,
+    )
+    assert _traffic(spec, sequence_parallel=True) == (
+        {
+            "all_gather_into_tensor": (once, once * large),
+            "reduce_scatter_tensor": (once, once * large),
+        },
+        {
+            "all_gather_into_tensor": (twice, twice * large),
+            "reduce_scatter_tensor": (once, once * large),
+            "all_reduce": (layers + 1, layers * 2 * hidden + hidden + weights),
+        },
+    )
 
 
 @ranks(1, 2, 4)
@@ -326,20 +335,30 @@ def _assert_close_by_norm(name, ours, theirs):
     assert error < 2e-6, f"{name}: {error}"
 
 
-def _traffic(spec, *, sequence_parallel):
+def _traffic(spec, *, sequence_parallel, gather_logits=False):
     decoder = Decoder(spec, mesh=_mesh(), sequence_parallel=sequence_parallel)
-    counts = []
-    with CommDebugMode() as traffic:
-        logits = decoder(torch.zeros(2, 8, dtype=torch.int64)).logits
-    counts.append(_counts(traffic))
-    with CommDebugMode() as traffic:
+    with _Messages() as forward:
+        logits = decoder(torch.zeros(2, 8, dtype=torch.int64), gather_logits=gather_logits).logits
+    with _Messages() as backward:
         logits.sum().backward()
-    counts.append(_counts(traffic))
-    return tuple(counts)
+    return forward.sent, backward.sent
 
 
-def _counts(traffic):
-    return {re.sub(r".*\.", "", str(op)): n for op, n in traffic.get_comm_counts().items()}
+class _Messages(TorchDispatchMode):
+    """Counts messages by kind, and elements: of the whole tensor, gathered or not yet scattered."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        kind = func._schema.name.removeprefix("_c10d_functional::")
+        if kind in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+            messages, elements = self.sent.get(kind, (0, 0))
+            whole = max(args[0].numel(), result.numel())
+            self.sent[kind] = messages + 1, elements + whole
+        return result
 
 
 def _saved_elements(decoder, tokens):

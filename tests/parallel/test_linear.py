@@ -207,10 +207,11 @@ def test_traffic_of_a_row_is_one_message_forward():
         y_TO.sum().backward()
     assert traffic.get_total_counts() == 1
 
-    row = RowParallelLinear(8, 12, bias=False, sequence_parallel=True, group=group)
-    with CommDebugMode() as traffic:
-        row(torch.ones(4, 4, requires_grad=True)).sum().backward()
-    assert traffic.get_total_counts() == 2
+    for bias in (False, True):
+        row = RowParallelLinear(8, 12, bias=bias, sequence_parallel=True, group=group)
+        with CommDebugMode() as traffic:
+            row(torch.ones(4, 4, requires_grad=True)).sum().backward()
+        assert traffic.get_total_counts() == 2 + bias
 
 
 @ranks(1, 2, 4)
