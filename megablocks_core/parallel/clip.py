@@ -150,9 +150,22 @@ def _total(
     totals = {groups: _combined([zero, *found], op) for groups, found in powers.items()}
     for group in dict.fromkeys(group for groups in powers for group in groups):
         cut = [groups for groups in totals if group in groups]
-        heard = group.all_reduce(torch.stack([totals[groups] for groups in cut]), op)
+        heard = _heard(torch.stack([totals[groups] for groups in cut]), op, group)
         totals.update(zip(cut, heard, strict=True))
-    return pp.all_reduce(_combined([zero, *totals.values()], op), op)
+    return _heard(_combined([zero, *totals.values()], op).view(1), op, pp)[0]
+
+
+def _heard(powers: Tensor, op: str, group: Group) -> Tensor:
+    """Powers combined over a group; NaN on one rank is NaN on all, also in a maximum."""
+    if op == "sum":
+        return group.all_reduce(powers, op)
+    top, unknown = group.all_reduce(
+        torch.stack(
+            [powers.nan_to_num(nan=0.0, posinf=torch.inf), powers.isnan().to(powers.dtype)]
+        ),
+        op,
+    )
+    return torch.where(unknown > 0, torch.nan, top)
 
 
 def _combined(powers: list[Tensor], op: str) -> Tensor:

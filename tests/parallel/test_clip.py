@@ -60,6 +60,23 @@ def _set_gradients(model):
             load_slices(parameter.grad, specs, whole)
 
 
+@ranks(2)
+@pytest.mark.parametrize("norm_type", _ORDERS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_value_that_is_not_finite_on_one_rank_is_known_to_all(norm_type, value, rank):
+    group = _world()
+    for cut, pp in ((group, LOCAL), (LOCAL, group)):
+        part = ColumnParallelLinear(2, 4, bias=False, group=cut)
+        part.weight.grad = torch.ones_like(part.weight)
+        if group.rank == rank:
+            part.weight.grad[0, 0] = value
+        norm = clip_grad_norm_(part, 1.0, norm_type=norm_type, pp=pp)
+        assert_close(norm, norm.new_tensor(value), equal_nan=True)
+        scaled = math.nan if math.isnan(value) else 0.0
+        assert_close(part.weight.grad[1, 1], torch.tensor(scaled), equal_nan=True)
+
+
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("norm_type", _ORDERS)
 def test_norm_and_clipped_gradients_equal_one_process(norm_type):
