@@ -21,6 +21,9 @@ from megablocks_core.parallel.plan import (
     Whole,
 )
 
+# Where a module that was cut keeps what puts it back.
+UNDO = "_tensor_parallel_undo"
+
 
 @dataclass
 class Blueprint:
@@ -106,6 +109,8 @@ def draw(
     Raises:
         ValueError: What the styles ask for cannot be served.
     """
+    if any(hasattr(part, UNDO) for part in module.modules()):
+        raise ValueError(f"{_kind(module)} is cut already, whole or in part: gather it first")
     layers, final_norm = _decoder_layers(module)
     blueprint = Blueprint(
         group,
@@ -124,6 +129,8 @@ def draw(
         blueprint.summed += [name for name in rest if blueprint.on_own_tokens(name)]
     else:
         _refuse_beside_cuts(module, blueprint, rest)
+    if sequence_parallel:
+        _refuse_uncut_mixing(module, blueprint)
     _find_ties(module, blueprint)
     _count_heads(module, blueprint)
     return blueprint
@@ -275,6 +282,30 @@ def _refuse_beside_cuts(module: nn.Module, blueprint: Blueprint, names: Iterable
                 '"replicated" if it is used on own heads or features, as "whole" if on whole '
                 "activations"
             )
+
+
+def _refuse_uncut_mixing(module: nn.Module, blueprint: Blueprint) -> None:
+    """A block that mixes tokens must see all of them: it enters by columns and leaves by rows.
+
+    Such blocks of transformers models keep a cache, so they know their ``layer_idx``.
+    """
+    if not blueprint.layers:
+        if hasattr(module, "_pp_plan"):
+            raise ValueError(
+                f"sequence_parallel=True is not served for {_kind(module)}, whose _pp_plan names "
+                "no list of layers with a norm after it"
+            )
+        return
+    entered = blueprint.siblings()
+    left = {parent_of(name) for name, style in blueprint.styles.items() if isinstance(style, Row)}
+    for index, layer in enumerate(module.get_submodule(blueprint.layers).children()):
+        for leaf, block in layer.named_children():
+            name = f"{blueprint.layers}.{index}.{leaf}"
+            if hasattr(block, "layer_idx") and not (name in entered and name in left):
+                raise ValueError(
+                    f"sequence_parallel=True needs a plan that cuts {name}, which mixes tokens: "
+                    'its first projections as "column", its last as "row"'
+                )
 
 
 def _find_ties(module: nn.Module, blueprint: Blueprint) -> None:

@@ -214,6 +214,22 @@ class EndSumGradients(Boundary):
         self.start.clear(module)
 
 
+@dataclass(frozen=True)
+class RefuseOwnTokens(Boundary):
+    """Before a model whose layers hold own tokens: what it would return of them alone raises."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Look at the call, else at the model's config."""
+        config = getattr(module, "config", None)
+        for flag in ("output_hidden_states", "output_router_logits"):
+            asked = kwargs.get(flag)
+            if getattr(config, flag, False) if asked is None else asked:
+                raise ValueError(
+                    f"{flag}={asked or True} must not be set under sequence parallelism: inside "
+                    "the layers every rank has its own tokens alone"
+                )
+
+
 def vocab_forward(module: nn.Embedding, group: Group, first: int, ids: Tensor) -> Tensor:
     """The forward of an embedding's own class, from this rank's rows, summed over ``group``.
 

@@ -16,7 +16,7 @@ from megablocks_core.groups import (
     specs_of,
     whole_tensor,
 )
-from megablocks_core.parallel.blueprint import Blueprint, draw, output_head, parent_of
+from megablocks_core.parallel.blueprint import UNDO, Blueprint, draw, output_head, parent_of
 from megablocks_core.parallel.boundaries import (
     BeginSharing,
     Boundary,
@@ -26,6 +26,7 @@ from megablocks_core.parallel.boundaries import (
     EnterExperts,
     GatherTokens,
     LeaveExperts,
+    RefuseOwnTokens,
     ScatterTokens,
     SharedInput,
     SumGradients,
@@ -35,8 +36,6 @@ from megablocks_core.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megablocks_core.parallel.embedding import VocabParallelEmbedding
 from megablocks_core.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megablocks_core.parallel.plan import Column, Experts, Plan, Row, Vocab, read_plan
-
-_UNDO = "_tensor_parallel_undo"
 
 
 class Report(NamedTuple):
@@ -95,7 +94,8 @@ def tensor_parallelize(
         ValueError: The plan cannot be served: a style is not known; a cut does not divide or
             would go through a head; a module is not an ``nn.Linear`` or ``nn.Embedding``; a
             tied weight is planned on one side only; a parameter beside cut projections is not
-            named. Nothing was changed.
+            named; it is cut already; or a block that mixes tokens would see a part of them.
+            Nothing was changed.
     """
     blueprint = draw(
         module, read_plan(module, plan), group=group, sequence_parallel=sequence_parallel
@@ -112,9 +112,21 @@ def gather(module: nn.Module) -> None:
     """Undo ``tensor_parallelize``, in place: every parameter is whole again, on every rank.
 
     All-gathers each cut parameter once; every rank must call it. An optimizer made before
-    holds the cut parameters and must be made again.
+    holds the cut parameters and must be made again. Parts of ``module`` that were cut one by
+    one are gathered too.
+
+    Raises:
+        ValueError: ``module`` is a part of a model that was cut as a whole.
     """
-    undo: _Undo = module.__dict__.pop(_UNDO, _Undo())
+    parts = {name: part for name, part in module.named_modules() if hasattr(part, UNDO)}
+    if not parts and any(map(_has_boundary, module.modules())):
+        raise ValueError(f"gather the model that was cut, not a {type(module).__name__} in it")
+    for part in parts.values():
+        _gather(part)
+
+
+def _gather(module: nn.Module) -> None:
+    undo: _Undo = module.__dict__.pop(UNDO)
     for name, part in list(module.named_modules()):
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, Boundary)]:
@@ -163,7 +175,7 @@ class _Surgeon:
 
     def operate(self) -> None:
         """Change the model."""
-        self.module.__dict__[_UNDO] = self.undo
+        self.module.__dict__[UNDO] = self.undo
         self._sum_gradients()
         self._cut_tokens()
         self._share_inputs()
@@ -200,6 +212,8 @@ class _Surgeon:
             first, norm = part(f"{blueprint.layers}.0"), part(blueprint.final_norm)
             first.register_forward_pre_hook(ScatterTokens(self.group), with_kwargs=True)
             norm.register_forward_hook(GatherTokens(self.group))
+            for name in dict.fromkeys(("", parent_of(blueprint.layers))):
+                part(name).register_forward_pre_hook(RefuseOwnTokens(), with_kwargs=True)
         for name, style in blueprint.styles.items():
             if isinstance(style, Experts):
                 sliced = blueprint.on_own_tokens(name)
@@ -373,6 +387,11 @@ def _take_off(part: nn.Module, key: int) -> None:
         part._forward_hooks_always_called,
     ):
         table.pop(key, None)
+
+
+def _has_boundary(part: nn.Module) -> bool:
+    hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    return any(isinstance(hook, Boundary) for hook in hooks)
 
 
 def _tie(module: nn.Module, ties: list[tuple[str, str]]) -> None:

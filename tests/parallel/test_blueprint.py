@@ -110,6 +110,24 @@ def test_tokens_are_cut_inside_the_layers_of_a_transformers_model():
     assert output_head(model) == "lm_head" and output_head(nn.Linear(2, 2)) == ""
 
 
+def test_blocks_that_mix_tokens_must_see_all_of_them():
+    mlp = {"model.layers.*.mlp.up_proj": "column", "model.layers.*.mlp.down_proj": "row"}
+    attention = {f"model.layers.*.self_attn.{name}_proj": "column" for name in "qkv"}
+    model = tiny_model("llama")
+    for plan in (mlp, {**attention, "model.layers.*.self_attn.o_proj": "whole"}):
+        with pytest.raises(ValueError, match=r"cuts model.layers.0.self_attn, which mixes tokens"):
+            _draw(model, plan, sequence_parallel=True)
+    # A block that works token by token may stay whole.
+    _draw(model, {**attention, "model.layers.*.self_attn.o_proj": "row"}, sequence_parallel=True)
+
+
+def test_a_transformers_model_without_known_layers_has_no_sequence_parallelism():
+    model = tiny_model("llama")
+    model._pp_plan = {"model.embed_tokens": (["input_ids"], ["inputs_embeds"])}
+    with pytest.raises(ValueError, match="whose _pp_plan names no list of layers"):
+        _draw(model, sequence_parallel=True)
+
+
 def test_a_module_of_per_head_parameters_is_cut_by_its_name():
     model = nn.ModuleDict({"gates": nn.LayerNorm(4)})
     blueprint = draw(model, {"gates": Heads()}, group=_TWO, sequence_parallel=False)

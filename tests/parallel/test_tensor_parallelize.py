@@ -189,6 +189,42 @@ def test_copies_of_a_cut_model_compute_alike():
     assert not torch.equal(twin(input_ids=_TOKENS).logits, unlike)
 
 
+@ranks(2)
+def test_parts_are_cut_once_and_gathered_with_their_model():
+    group = _world()
+    model = nn.ModuleDict({"a": _Grouped(), "b": _Grouped()})
+    state = copy.deepcopy(model.state_dict())
+    for part in model.values():
+        tensor_parallelize(part, _GROUPED_PLAN, group=group)
+    for again in (model, model["a"]):
+        with pytest.raises(ValueError, match="cut already, whole or in part"):
+            tensor_parallelize(again, {}, group=group)
+    gather(model)
+    assert_close(model.state_dict(), state, rtol=0, atol=0)
+
+    tensor_parallelize(
+        model, {f"*.{name}": kind for name, kind in _GROUPED_PLAN.items()}, group=group
+    )
+    with pytest.raises(ValueError, match="gather the model that was cut, not a _Grouped in it"):
+        gather(model["a"])
+    gather(model)
+    gather(model)  # of a whole model changes nothing
+    assert_close(model.state_dict(), state, rtol=0, atol=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("flag", ["output_hidden_states", "output_router_logits"])
+def test_outputs_of_own_tokens_alone_are_refused(flag):
+    model = tiny_model("mixtral")
+    tensor_parallelize(model, group=_world(), sequence_parallel=True)
+    with pytest.raises(ValueError, match=f"{flag}=True must not be set under sequence"):
+        model(input_ids=_TOKENS, **{flag: True})
+    setattr(model.config, flag, True)
+    with pytest.raises(ValueError, match=f"{flag}=True must not be set under sequence"):
+        model(input_ids=_TOKENS)
+    model(input_ids=_TOKENS, **{flag: False})
+
+
 class _Plain(nn.Module):
     """A model that nobody's plan knows: packed projection, per-head scale, norm on own heads."""
 
@@ -290,20 +326,22 @@ class _Grouped(nn.Module):
         return self.o_proj(y.transpose(-2, -3).flatten(-2))
 
 
+_GROUPED_PLAN = {
+    "q_proj": "column",
+    "k_proj": Column(repeat=True),
+    "v_proj": Column(repeat=True),
+    "o_proj": "row",
+}
+
+
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_shared_key_heads_of_ones_own_model_sum_their_gradients_once(sequence_parallel):
     group = _world()
-    plan = {
-        "q_proj": "column",
-        "k_proj": Column(repeat=True),
-        "v_proj": Column(repeat=True),
-        "o_proj": "row",
-    }
 
     def build(group):
         model = _Grouped()
-        tensor_parallelize(model, plan, group=group, sequence_parallel=sequence_parallel)
+        tensor_parallelize(model, _GROUPED_PLAN, group=group, sequence_parallel=sequence_parallel)
         return model
 
     def own(x):
