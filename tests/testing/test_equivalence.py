@@ -1,6 +1,7 @@
 """``assert_parallel_equivalence`` passes right modules and names what is wrong in others."""
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -121,6 +122,18 @@ def test_float32_is_compared_by_norm():
     assert_parallel_equivalence(
         lambda group: Block(4, 12, group), X_TH, group=_world(), loss=_squares, dtype=torch.float32
     )
+
+
+@ranks(2)
+def test_another_tolerance_can_be_given():
+    def build(group):
+        error = 1e-6 if group.size > 1 else 0.0
+        return nn.Sequential(Block(4, 12, group), nn.LeakyReLU(1 + error))
+
+    call = partial(assert_parallel_equivalence, build, X_TH, group=_world(), loss=_squares)
+    call(tolerance=1e-4)
+    with pytest.raises(AssertionError, match="output: largest error .* allowed"):
+        call()
 
 
 @ranks(1, 2)
