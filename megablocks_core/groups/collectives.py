@@ -104,6 +104,9 @@ def gather_from(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int] | Non
         group: The ranks.
         sizes: Every rank's length along ``dim``. Without it the lengths are learned, which
             costs one small message more.
+
+    Raises:
+        ValueError: ``sizes`` has not one length a rank, or another one for this rank.
     """
     if group.size == 1:
         return x
@@ -134,6 +137,9 @@ def scatter_to(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int] | None
         dim: The dimension to cut.
         group: The ranks.
         sizes: Every rank's length along ``dim``; default the rule of ``torch.chunk``.
+
+    Raises:
+        ValueError: ``sizes`` has not one length a rank, or they do not add up.
     """
     if group.size == 1:
         return x

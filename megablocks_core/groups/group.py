@@ -60,7 +60,11 @@ class Group:
 
     @property
     def pg(self) -> ProcessGroup | None:
-        """The process group of torch.distributed, or ``None`` over a group of one."""
+        """The process group of torch.distributed, or ``None`` over a group of one.
+
+        Raises:
+            RuntimeError: The group was unpickled or its mesh closed, and not bound again.
+        """
         if self._pg is None and self.size > 1:
             raise RuntimeError(
                 f"group of ranks {list(self.ranks)} has no process group: it was unpickled or its "

@@ -53,7 +53,11 @@ class Layout:
         return [[first + step for step in self._steps(axes)] for first in self._steps(others)]
 
     def fastest_first(self, *axes: str) -> tuple[str, ...]:
-        """The same axes, the fastest first, however the caller wrote them."""
+        """The same axes, the fastest first, however the caller wrote them.
+
+        Raises:
+            ValueError: No axis, an axis that the layout lacks, or one named twice.
+        """
         if not axes or len(set(axes)) < len(axes):
             raise ValueError(f"axes={axes} must name one axis or several different ones")
         return tuple(sorted(axes, key=self._index))
