@@ -13,17 +13,12 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megablocks_core.groups import Mesh
+from megablocks_core.groups import Group, Mesh
 from megablocks_core.parallel import clip_grad_norm_, tensor_parallelize
 
 
-def main() -> None:
-    """Five steps on one batch."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        dist.init_process_group("gloo")  # "nccl" on GPUs
-    tp = Mesh(tp=ranks).group("tp")
-
+def train(tp: Group, *, steps: int = 5) -> list[float]:
+    """Steps on one batch; the losses."""
     torch.manual_seed(0)  # every rank draws the same whole model before it is cut
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -39,16 +34,27 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.randint(1000, (4, 64))
 
-    for step in range(5):
+    losses = []
+    for step in range(steps):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         norm = clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
         if tp.rank == 0:
             print(f"step {step}  loss {loss.item():.4f}  gradient norm {norm.item():.4f}")
     if tp.rank == 0:
-        print(f"{ranks} ranks; cut {len(report.cut)} parameters, kept {len(report.whole)} whole")
+        print(f"ranks: {tp.size}; cut {len(report.cut)} parameters, kept {len(report.whole)} whole")
+    return losses
+
+
+def main() -> None:
+    """Train on the ranks that torchrun started, or on one."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        dist.init_process_group("gloo")  # "nccl" on GPUs
+    train(Mesh(tp=ranks).group("tp"))
     if ranks > 1:
         dist.destroy_process_group()
 

@@ -1,0 +1,148 @@
+"""`make demo` in a very small form: every act, what it leaves, and what it says to bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megablocks_core.train import read_run
+from megablocks_core.train.figures import FIGURES
+from tests.examples.tiny import EXAMPLES, SIZES, write_text
+
+DEMO = EXAMPLES / "demo.py"
+
+
+def _command(folder, *more):
+    text = folder / "tables.jsonl"
+    sizes = [word for word in SIZES if not word.startswith(("--dtype", "--save"))]
+    line = [DEMO, "--out", folder / "demo", "--data", text, *sizes, "--steps=12", *more]
+    return [sys.executable, *map(str, line)]
+
+
+def _environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _run(folder, *more):
+    command = _command(folder, *more)
+    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A demo that ran to its end: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    write_text(folder)
+    finished = _run(folder, "--price-per-hour=3.6")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return folder, finished.stdout
+
+
+def test_it_tells_what_it_does_and_finds(done):
+    folder, printed = done
+    for words in (
+        "Two ranks, tensor parallel, killed after step 4",
+        "kill -9",
+        "Two ranks, data parallel, going on from the last checkpoint",
+        "One process, 12 steps",
+        "loss, tp=2 and one process, first 12 steps, float32",
+        "exported logits here and in transformers",
+        f"{folder / 'demo' / 'report.html'}, ",
+    ):
+        assert words in printed
+
+
+def test_the_killed_run_went_on_to_its_end(done):
+    run = read_run(done[0] / "demo")
+    assert [line.step for line in run.lines] == list(range(12))
+    killed, resumed = run.starts
+    assert killed["ended"] is None and resumed["error"] is None
+    assert 2 <= resumed["step"] <= 6
+    assert (killed["label"], resumed["label"]) == ("tp=2, dp=1", "tp=1, dp=2")
+    assert run.lines[-1].values["loss"] < run.lines[0].values["loss"]
+
+
+def test_the_report_has_every_hard_metric_or_says_why_not(done):
+    report = json.loads((done[0] / "demo" / "report.json").read_text())
+    keys = {figure.key for group in FIGURES.values() for figure in group}
+    assert keys == (report.keys() | report["absent"].keys()) - {"absent", "layout_distance"}
+    assert all(isinstance(reason, str) and reason for reason in report["absent"].values())
+    assert not report["absent"].keys() - {"network_bytes_per_second"}
+    assert report["interruptions"] == 1 and report["errors"] == 0
+    assert report["recovery_seconds"] > 0
+    distances = report["layout_distance"]
+    assert len(distances) == 2 and max(distances.values()) < 1e-5
+
+
+def test_the_page_shows_the_picture_and_the_sample(done):
+    demo = done[0] / "demo"
+    assert (demo / "loss.png").read_bytes().startswith(b"\x89PNG")
+    page = (demo / "report.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "What it writes" in page and "def " in page
+    assert (demo / "sample.txt").read_text().startswith("def ")
+
+
+def test_transformers_opens_the_model(done):
+    model = AutoModelForCausalLM.from_pretrained(done[0] / "demo" / "hf")
+    assert model(input_ids=torch.tensor([[100, 101, 102]])).logits.shape == (1, 3, 257)
+
+
+def test_a_folder_with_a_run_is_refused(done):
+    before = sorted((path, path.stat().st_mtime_ns) for path in done[0].rglob("*"))
+    refused = _run(done[0])
+    assert refused.returncode == 1
+    assert refused.stderr.count("\n") == 1 and "holds a run already" in refused.stderr
+    assert sorted((path, path.stat().st_mtime_ns) for path in done[0].rglob("*")) == before
+
+
+def test_text_that_is_not_there_ends_it_in_a_few_lines(tmp_path):
+    ended = _run(tmp_path)
+    assert ended.returncode == 1
+    lines = ended.stderr.splitlines()
+    assert 2 <= len(lines) <= 3
+    assert str(tmp_path / "tables.jsonl") in lines[0]
+    assert lines[-1] == "training ended with exit code 1"
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.drill),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.drill),
+    ],
+)
+def test_stopped_in_the_middle_it_leaves_no_process(number, tmp_path):
+    write_text(tmp_path)
+    command = _command(tmp_path, "--steps=5000")
+    demo = subprocess.Popen(
+        command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while not (tmp_path / "demo" / "metrics.jsonl").exists():
+            assert demo.poll() is None
+            time.sleep(0.05)
+        assert len(_processes_of(tmp_path)) == 3
+        demo.send_signal(number)
+        errors = demo.communicate(timeout=30)[1]
+    finally:
+        demo.kill()
+    assert demo.returncode == 1
+    assert errors.splitlines()[-1] == "stopped"
+    assert "Traceback" not in errors
+    assert not _processes_of(tmp_path)
+
+
+def _processes_of(folder):
+    """Processes with ``folder`` in their command line."""
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
+    )
+    return [row for row in listed.stdout.splitlines() if str(folder) in row]

@@ -1,0 +1,219 @@
+"""pretrain_gpt.py trains one curve at any layout, through kills, damage and bad input."""
+
+import json
+import os
+import random
+import signal
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples import pretrain_gpt
+from megablocks_core import ckpt
+from megablocks_core.testing import ranks
+from megablocks_core.train import read_run
+from tests.examples.tiny import EXAMPLES, GOLDEN, assert_golden, curve, run_here, words
+
+SCRIPT = EXAMPLES / "pretrain_gpt.py"
+FAULTY = __file__.replace("test_pretrain_gpt", "faulty")
+BOUND = 30  # seconds in which a rank must end once a peer is gone
+
+
+def test_golden_curve(tmp_path):
+    """To the last places on the torch that the curve was stored with."""
+    stored_with = json.loads(GOLDEN.read_text())["torch"]
+    exact = torch.__version__.partition("+")[0] == stored_with
+    run = run_here(tmp_path)
+    assert_golden(run, tolerance=1e-12 if exact else 1e-9)
+    losses = list(curve(run)["loss"].values())
+    assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("layout", [["--tp=2"], ["--tp=2", "--sequence-parallel"], ["--tp=1"]])
+@ranks(2, timeout=240)
+def test_two_ranks_train_the_golden_curve(layout, tmp_path):
+    _train_on_ranks(layout, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layout", [["--tp=2", "--micro-batch-size=4"], ["--tp=2", "--sequence-parallel"]]
+)
+@ranks(4, timeout=240)
+def test_four_ranks_train_the_golden_curve(layout, tmp_path):
+    _train_on_ranks(layout, tmp_path)
+
+
+def _train_on_ranks(layout, folder):
+    if dist.get_rank() == 0:
+        words(folder)
+    dist.barrier()
+    run = run_here(folder, *layout)
+    if dist.get_rank() == 0:
+        assert_golden(run, tolerance=1e-9)
+
+
+def _resumes_on_the_curve(folder, *, not_before):
+    """Go on in this process; a save that was cut short is named and does no harm."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*a save that did not finish")
+        run = run_here(folder)
+    assert_golden(run, tolerance=1e-9)
+    assert read_run(run).starts[-1]["step"] >= not_before
+
+
+def test_a_rank_killed_during_a_save_ends_the_others_and_the_run_goes_on(tmp_path, launch):
+    """SIGKILL before the second checkpoint gets its name; then one process goes on."""
+    fault = ("kill", "pathlib:Path.rename", 2, 0)
+    killed, other = launch(FAULTY, *fault, SCRIPT, *words(tmp_path), "--tp=2", ranks=2)
+    assert killed.wait() == -signal.SIGKILL
+    assert other.wait(timeout=BOUND) == 1
+    assert (tmp_path / "run" / "checkpoints" / "LATEST").read_text().endswith(" 000004\n")
+    _resumes_on_the_curve(tmp_path, not_before=4)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("megablocks_core.data:IndexedDatasetBuilder.finish", 1),
+        ("os:fsync", 6),
+        ("os:fsync", 17),
+        ("os:fsync", 25),
+        ("os:replace", 5),
+        ("os:replace", 9),
+        ("torch.optim:AdamW.step", 1),
+        ("torch.optim:AdamW.step", 13),
+        ("megablocks_core.train:RunFolder.write", 10),
+    ],
+)
+def test_a_rank_killed_at_any_call_leaves_a_run_that_goes_on(place, number, rank, tmp_path, launch):
+    fault = ("kill", place, number, rank)
+    processes = launch(FAULTY, *fault, SCRIPT, *words(tmp_path), "--tp=2", ranks=2)
+    assert processes[rank].wait() == -signal.SIGKILL
+    assert processes[1 - rank].wait(timeout=BOUND) == 1
+    _resumes_on_the_curve(tmp_path, not_before=0)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("seed", range(8))
+def test_all_ranks_killed_at_a_random_moment_leave_a_run_that_goes_on(seed, tmp_path, launch):
+    draw = random.Random(seed)
+    layout = draw.choice([["--tp=2"], ["--tp=2", "--sequence-parallel"], ["--tp=1"]])
+    processes = launch(SCRIPT, *words(tmp_path, "--save-every=1"), *layout, ranks=2)
+    lines = tmp_path / "run" / "metrics.jsonl"
+    wanted = draw.randrange(15)
+    while not lines.exists() or lines.read_bytes().count(b"\n") < wanted:
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.002)
+    time.sleep(draw.uniform(0.0, 0.2))
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    _resumes_on_the_curve(tmp_path, not_before=max(0, wanted))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
+def test_a_checkpoint_cut_short_is_passed_over_and_moved_aside(file, tmp_path):
+    run = run_here(tmp_path, "--stop-after=8")
+    damaged = run / "checkpoints" / "000008" / file
+    with open(damaged, "r+b") as opened:
+        opened.truncate(damaged.stat().st_size // 2)
+    with pytest.warns(UserWarning, match="passing over .*000008"):
+        run_here(tmp_path)
+    assert_golden(run, tolerance=1e-9)
+    ckpt.verify(run / "checkpoints" / "000008")
+    (aside,) = (run / "checkpoints").glob(".000008.damaged.*")
+    assert (aside / file).exists()
+    assert [start["step"] for start in read_run(run).starts] == [0, 4]
+
+
+def test_without_a_whole_checkpoint_nothing_is_trained_or_overwritten(tmp_path):
+    run = run_here(tmp_path, "--stop-after=4")
+    (run / "checkpoints" / "000004" / "manifest.json").write_text("{")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(ckpt.CheckpointError, match="no whole checkpoint"):
+        run_here(tmp_path)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.drill), 1])
+def test_one_rank_raising_in_the_middle_ends_the_others(rank, tmp_path, launch):
+    fault = ("raise", "torch.optim:AdamW.step", 3, rank)
+    processes = launch(FAULTY, *fault, SCRIPT, *words(tmp_path), "--tp=2", ranks=2)
+    assert "a fault of this rank alone" in processes[rank].communicate()[1]
+    assert "closed by peer" in processes[1 - rank].communicate(timeout=BOUND)[1]
+    assert [process.returncode for process in processes] == [1, 1]
+    (start,) = read_run(tmp_path / "run").starts
+    assert start["error"]
+
+
+def test_a_rank_that_never_answers_ends_the_others_after_the_timeout(tmp_path, launch):
+    fault = ("stop", "torch.optim:AdamW.step", 3, 1)
+    line = [*words(tmp_path), "--tp=2", "--timeout=5"]
+    waiting, stopped = launch(FAULTY, *fault, SCRIPT, *line, ranks=2)
+    os.waitpid(stopped.pid, os.WUNTRACED)
+    assert "Timed out waiting 5000ms" in waiting.communicate(timeout=5 + BOUND)[1]
+    assert waiting.returncode == 1
+    assert stopped.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "tables.txt"),
+        ("", "holds 0 tokens"),
+        ("a few words", "sequence_length=32"),
+        ('{"test": 1}', "tables.txt.*must be"),
+    ],
+)
+def test_text_that_cannot_serve_is_named_and_does_not_stay(content, said, tmp_path):
+    text = tmp_path / ("tables.txt.jsonl" if content and "{" in content else "tables.txt")
+    if content is not None:
+        text.write_text(content)
+    with pytest.raises((ValueError, OSError), match=said):
+        run_here(tmp_path, f"--data={text}")
+    run_here(tmp_path, steps=1)
+
+
+def test_one_short_text_file_is_enough(tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("It was a bright cold day in April. " * 40)
+    run = run_here(tmp_path, f"--data={text}", steps=2)
+    assert curve(run)["validation_loss"].keys() == {1}
+
+
+@ranks(2, timeout=240)
+def test_sizes_that_do_not_fit_are_named_on_every_rank(tmp_path):
+    if dist.get_rank() == 0:
+        words(tmp_path)
+    dist.barrier()
+    for wrong, said in {
+        "--tp=3": "tp=3",
+        "--batch-size=3": "global_batch_size=3 must be a multiple",
+        "--batch-size=1": "global_batch_size=1 must be a multiple",
+        "--micro-batch-size=0": "micro_batch_size=0",
+        "--kv-heads=3": "num_kv_heads=3 must divide",
+        "--tp=2 --heads=3 --kv-heads=3 --hidden-size=36": "heads",
+        "--data=/nowhere/at/all": "/nowhere/at/all",
+    }.items():
+        with pytest.raises((ValueError, OSError), match=said):
+            run_here(tmp_path, *wrong.split())
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_more_than_one_tensor_parallel_rank_needs_a_launcher(tmp_path):
+    with pytest.raises(ValueError, match="tp=2"):
+        run_here(tmp_path, "--tp=2")
+
+
+def test_the_learning_rate_rises_and_falls():
+    options = pretrain_gpt.parse(["--steps=100", "--learning-rate=1.0"])
+    rates = [pretrain_gpt.learning_rate(step, options) for step in range(100)]
+    assert rates[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
