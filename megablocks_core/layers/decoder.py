@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from megablocks_core.groups import LOCAL, Group, Mesh, marks
+from megablocks_core.groups import LOCAL, Mesh, marks
 from megablocks_core.layers.attention import Attention
 from megablocks_core.layers.attention.causal import document_positions
 from megablocks_core.layers.linear import LinearFactory, blank_linear
@@ -121,7 +121,8 @@ class Decoder(nn.Module):
         linear: Builds the projections of attention and feed-forward layers; see
             ``layers.linear.parallel_linear`` for what it is called with.
         norm: Builds the norms; called as ``RMSNorm`` is.
-        experts: Not served yet: no spec has experts.
+        experts: Builds the feed-forward layers in place of ``GatedMLP``, and is called as it is;
+            its modules mark what they cut.
         device: Of the parameters.
         dtype: Of the parameters.
 
@@ -139,21 +140,33 @@ class Decoder(nn.Module):
         recompute: None = None,
         linear: LinearFactory | None = None,
         norm: Callable[..., nn.Module] | None = None,
-        experts: None = None,
+        experts: Callable[..., nn.Module] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _refuse(recompute=recompute, experts=experts, mesh=mesh)
+        _refuse(recompute=recompute, mesh=mesh)
         self.spec = spec
         self.tp = LOCAL if mesh is None else mesh.group("tp")
         self.sequence_parallel = sequence_parallel
         self.rotary = RotaryEmbedding(spec.head_dim, base=spec.rope_base, scaling=spec.rope_scaling)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         parallel = {"sequence_parallel": sequence_parallel, **place}
+        projections = {"linear": linear or blank_linear, "tp": self.tp, **parallel}
         make_norm = partial(norm or RMSNorm, eps=spec.norm_eps, **place)
         layers = [
-            _layer(spec, self.tp, self.rotary, linear or blank_linear, make_norm, parallel)
+            DecoderLayer(
+                spec.hidden_size,
+                attention=_attention(spec, self.rotary, make_norm, projections),
+                feed_forward=(experts or GatedMLP)(
+                    spec.hidden_size,
+                    spec.ffn_size,
+                    activation=spec.activation,
+                    bias=spec.mlp_bias,
+                    **projections,
+                ),
+                norm=make_norm,
+            )
             for _ in range(spec.num_layers)
         ]
         # Values are drawn once, at the end.
@@ -258,11 +271,9 @@ def _tie_again(decoder: Decoder, _: Any) -> None:
     decoder._tie()
 
 
-def _refuse(*, recompute: Any, experts: Any, mesh: Mesh | None) -> None:
+def _refuse(*, recompute: Any, mesh: Mesh | None) -> None:
     if recompute is not None:
         raise ValueError(f"recompute={recompute!r} must be None: recomputation is not served yet")
-    if experts is not None:
-        raise ValueError(f"experts={experts!r} must be None: the spec has no experts")
     for axis in ("pp", "cp"):
         if mesh is not None and mesh.size(axis) > 1:
             raise ValueError(f"mesh axis {axis}={mesh.size(axis)} must be 1: it is not served yet")
@@ -273,33 +284,19 @@ def _is_norm(part: nn.Module) -> bool:
     return bool(own) and all(parameter.dim() == 1 for parameter in own)
 
 
-def _layer(
+def _attention(
     spec: DecoderSpec,
-    tp: Group,
     rotary: RotaryEmbedding,
-    linear: LinearFactory,
     norm: Callable[..., nn.Module],
-    parallel: dict[str, Any],
-) -> DecoderLayer:
-    attention = Attention(
+    projections: dict[str, Any],
+) -> Attention:
+    return Attention(
         spec.hidden_size,
         spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         bias=spec.attention_bias,
         rotary=rotary,
-        linear=linear,
         norm=norm if spec.qk_norm else None,
-        tp=tp,
-        **parallel,
+        **projections,
     )
-    feed_forward = GatedMLP(
-        spec.hidden_size,
-        spec.ffn_size,
-        activation=spec.activation,
-        bias=spec.mlp_bias,
-        linear=linear,
-        tp=tp,
-        **parallel,
-    )
-    return DecoderLayer(spec.hidden_size, attention=attention, feed_forward=feed_forward, norm=norm)

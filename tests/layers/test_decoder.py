@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from megablocks_core.groups import Mesh, gather_whole, load_whole, marks, own_slices
-from megablocks_core.layers import Decoder, DecoderSpec
+from megablocks_core.layers import Decoder, DecoderSpec, GatedMLP
 from megablocks_core.parallel import reset_parameters, vocab_parallel_cross_entropy
 from megablocks_core.testing import assert_parallel_equivalence, ranks
 
@@ -238,11 +238,37 @@ def test_injected_projections_and_norms_are_used():
     assert_close(injected(TOKENS).logits, own(TOKENS).logits)
 
 
+class _TwoExperts(nn.Module):
+    """Feed-forward layers whose results are averaged."""
+
+    def __init__(self, hidden_size, ffn_size, **options):
+        super().__init__()
+        self.experts = nn.ModuleList(
+            GatedMLP(hidden_size, ffn_size // 2, **options) for _ in range(2)
+        )
+
+    def forward(self, x):
+        return (self.experts[0](x) + self.experts[1](x)) / 2
+
+
+@ranks(1, 2)
+def test_injected_experts_equal_one_process():
+    mesh = _mesh()
+    assert_parallel_equivalence(
+        lambda group: _Logits(
+            Decoder(SPEC, mesh=mesh if group.size > 1 else None, experts=_TwoExperts)
+        ),
+        TOKENS,
+        group=mesh.group("tp"),
+        loss=lambda logits: logits.sin().sum(),
+        same_start=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"recompute": "block"}, "recompute='block' must be None"),
-        ({"experts": nn.Identity}, "experts=.* must be None"),
         ({"mesh": Mesh(world_size=2, rank=0, pp=2)}, "mesh axis pp=2"),
         ({"mesh": Mesh(world_size=2, rank=0, cp=2)}, "mesh axis cp=2"),
     ],
