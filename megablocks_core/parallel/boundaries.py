@@ -170,7 +170,8 @@ class SumGradients(Boundary):
     """Before a module: the named parameters below it stand in as copies whose gradients sum.
 
     Each rank uses these weights on its own heads or tokens. While the module runs, their
-    owners see the copies in place of the parameters; one message serves all.
+    owners see the copies in place of the parameters; one message serves all. Reentrant
+    checkpoints of a transformers layer raise.
 
     Attributes:
         group: The ranks.
@@ -189,6 +190,12 @@ class SumGradients(Boundary):
         tensors = [owner.get_parameter(leaf) for owner, leaf in owned]
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return
+        _refuse_reentrant(module)
+        if any(hasattr(tensor, "full_tensor") for tensor in tensors):
+            raise ValueError(
+                f"a {type(module).__name__} that is cut must be one unit of fully_shard: it uses "
+                f"{list(self.names)} together, and parts of it are sharded on their own"
+            )
         if self.specs is not None:
             copies = copy_slices_to(*tensors, specs=self.specs)
         else:
@@ -251,6 +258,18 @@ def vocab_forward(module: nn.Embedding, group: Group, first: int, ids: Tensor) -
     else:
         own = type(module).forward(module, index.masked_fill(foreign, 0))
     return reduce_from(own.masked_fill(foreign.unsqueeze(-1), 0.0), group=group)
+
+
+def _refuse_reentrant(module: nn.Module) -> None:
+    """A transformers layer's reentrant checkpoint runs its forward again without its hooks."""
+    checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+    if checkpoint is None or not (module.training and module.gradient_checkpointing):
+        return
+    if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
+        raise ValueError(
+            "use_reentrant=True must be False in the gradient checkpointing of a "
+            f"{type(module).__name__} that is cut: gradients would not be summed"
+        )
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

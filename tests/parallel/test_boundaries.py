@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 
@@ -132,3 +134,15 @@ def test_hidden_states_are_found_by_position_and_by_name():
     assert args == () and torch.equal(kwargs["hidden_states"], own)
     with pytest.raises(ValueError, match="a sequence of 3 tokens must divide evenly"):
         scatter(nn.Identity(), (x[:, :3],), {})
+
+
+@ranks(2)
+def test_a_part_that_fully_shard_cut_on_its_own_is_refused():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+    model = nn.Sequential(nn.LayerNorm(4))
+    model.register_forward_pre_hook(SumGradients(_world(), ("0.weight", "0.bias")))
+    fully_shard(model[0], mesh=mesh["dp"])
+    with pytest.raises(
+        ValueError, match="a Sequential that is cut must be one unit of fully_shard"
+    ):
+        model(torch.ones(2, 4))

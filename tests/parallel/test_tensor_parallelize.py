@@ -213,6 +213,26 @@ def test_parts_are_cut_once_and_gathered_with_their_model():
 
 
 @ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradient_checkpointing_equals_one_process_or_is_refused(sequence_parallel):
+    def build(group):
+        model = tiny_model("qwen3").train()
+        tensor_parallelize(model, group=group, sequence_parallel=sequence_parallel)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    assert_parallel_equivalence(
+        build, {"input_ids": _TOKENS}, group=_world(), loss=_loss, same_start=True
+    )
+    model = build(_world())
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    if sequence_parallel:
+        with pytest.raises(ValueError, match="use_reentrant=True must be False"):
+            model(input_ids=_TOKENS)
+        model.eval()(input_ids=_TOKENS)
+
+
+@ranks(2)
 @pytest.mark.parametrize("flag", ["output_hidden_states", "output_router_logits"])
 def test_outputs_of_own_tokens_alone_are_refused(flag):
     model = tiny_model("mixtral")
