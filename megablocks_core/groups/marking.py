@@ -91,7 +91,7 @@ def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Paramete
     for prefix, owner in module.named_modules(remove_duplicate=False):
         if type(owner).__name__ == "ParametrizationList":
             continue
-        path = _without_ddp(module, prefix)
+        path = without_ddp(module, prefix)
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 yield owner, name, f"{path}.{name}" if path else name, parameter
@@ -106,7 +106,7 @@ def _parametrized(owner: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"parametrizations.{name}.original", original
 
 
-def _without_ddp(module: nn.Module, prefix: str) -> str:
+def without_ddp(module: nn.Module, prefix: str) -> str:
     """Drop the "module" step under each DistributedDataParallel or DataParallel wrapper."""
     steps, kept = prefix.split(".") if prefix else [], []
     part = module

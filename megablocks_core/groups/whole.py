@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megablocks_core.groups.cuts import ShardSpec, Specs, own_slices, whole_shape
 from megablocks_core.groups.group import Group
-from megablocks_core.groups.marking import clean_name, marks, specs_of
+from megablocks_core.groups.marking import clean_name, marks, specs_of, without_ddp
 
 
 def logical_shape(tensor: Tensor, specs: tuple[ShardSpec, ...]) -> tuple[int, ...]:
@@ -142,11 +142,11 @@ def to_dtensor(tensor: Tensor, specs: tuple[ShardSpec, ...], device_mesh: Any) -
 
 def _parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, Specs]]:
     yield from marks(module, remove_duplicate=False)
-    for prefix, owner in module.named_modules():
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        path = without_ddp(module, prefix)
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:
-                path = f"{prefix}.{name}" if prefix else name
-                yield clean_name(path), buffer, specs_of(owner, name)
+                yield clean_name(f"{path}.{name}" if path else name), buffer, specs_of(owner, name)
 
 
 def _joined(local: Tensor, spec: ShardSpec) -> Tensor:

@@ -115,6 +115,14 @@ def test_a_tied_tensor_is_listed_under_each_name_or_under_the_first():
     assert once == [name for name in every if not name.startswith("child.")]
 
 
+def test_buffers_of_shared_modules_and_below_wrappers_have_the_names_of_a_state_dict():
+    norm = nn.BatchNorm1d(2)
+    model = nn.Sequential(norm, norm)
+    assert set(gather_whole(model)) == set(model.state_dict())
+    assert set(gather_whole(nn.DataParallel(model))) == set(model.state_dict())
+    load_whole(model, model.state_dict())
+
+
 @ranks(2)
 def test_a_tied_tensor_may_come_under_either_name():
     model, whole = _model(Group.of(dist.group.WORLD))
