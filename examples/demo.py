@@ -94,6 +94,7 @@ def launch(ranks: int, out: Path, *arguments: str, kill_at: int | None = None) -
     finally:
         for process in processes:
             process.kill()
+        for process in processes:
             process.wait()
 
 

@@ -75,19 +75,19 @@ def test_a_rank_killed_during_a_save_ends_the_others_and_the_run_goes_on(tmp_pat
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("place", "number"),
+    ("place", "number", "rank"),
     [
-        ("megablocks_core.data:IndexedDatasetBuilder.finish", 1),
-        ("os:fsync", 6),
-        ("os:fsync", 17),
-        ("os:fsync", 25),
-        ("os:replace", 5),
-        ("os:replace", 9),
-        ("torch.optim:AdamW.step", 1),
-        ("torch.optim:AdamW.step", 13),
-        ("megablocks_core.train:RunFolder.write", 10),
+        ("megablocks_core.data:IndexedDatasetBuilder.finish", 1, 0),
+        ("os:fsync", 6, 0),
+        ("os:fsync", 17, 0),
+        ("os:fsync", 25, 0),
+        ("os:replace", 5, 0),
+        ("os:replace", 7, 0),
+        ("torch.optim:AdamW.step", 1, 1),
+        ("torch.optim:AdamW.step", 13, 0),
+        ("megablocks_core.train:RunFolder.write", 10, 1),
+        ("megablocks_core.train:RunFolder.write", 10, 0),
     ],
 )
 def test_a_rank_killed_at_any_call_leaves_a_run_that_goes_on(place, number, rank, tmp_path, launch):
@@ -114,9 +114,10 @@ def test_all_ranks_killed_at_a_random_moment_leave_a_run_that_goes_on(seed, tmp_
         process.kill()
     for process in processes:
         process.wait()
-    _resumes_on_the_curve(tmp_path, not_before=max(0, wanted))
+    _resumes_on_the_curve(tmp_path, not_before=wanted)
 
 
+@pytest.mark.filterwarnings("ignore:LATEST names")
 @pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
 def test_a_checkpoint_cut_short_is_passed_over_and_moved_aside(file, tmp_path):
     run = run_here(tmp_path, "--stop-after=8")

@@ -15,7 +15,9 @@ def test_it_runs_as_a_script(ranks, printed):
 
 
 def test_it_reads_the_text_that_it_is_given(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.mkdir()
     for name in "abcdefghij":
-        (tmp_path / f"{name}.txt").write_text(name * 200)
-    read_tokens.main([str(tmp_path)], str(tmp_path / "scratch"))
+        (text / f"{name}.txt").write_text(name * 200)
+    read_tokens.main([str(text)], str(tmp_path))
     assert "wrote 10 documents, 2010 tokens" in capsys.readouterr().out
