@@ -120,17 +120,19 @@ def draw(
         final_norm=final_norm,
         styles={name: style for name, style in styles.items() if not isinstance(style, Whole)},
     )
-    pencil = _Pencil(module, blueprint)
+    drafter = _Drafter(module, blueprint)
     for name, style in blueprint.styles.items():
-        pencil.draw(name, style)
-    planned = {below for name in styles for below in pencil.parameters_below(name)}
+        drafter.draw(name, style)
+    planned = {below for name in styles for below in drafter.parameters_below(name)}
     rest = [name for name, _ in module.named_parameters() if name not in planned]
     if sequence_parallel:
         blueprint.summed += [name for name in rest if blueprint.on_own_tokens(name)]
+        _refuse_uncut_mixing(module, blueprint)
+        _refuse_whole_on_own_tokens(styles, blueprint)
     else:
         _refuse_beside_cuts(module, blueprint, rest)
-    if sequence_parallel:
-        _refuse_uncut_mixing(module, blueprint)
+    if group.size > 1:
+        _refuse_dropout(module)
     _find_ties(module, blueprint)
     _count_heads(module, blueprint)
     return blueprint
@@ -147,7 +149,7 @@ def output_head(module: nn.Module) -> str:
     return next((name for name, part in module.named_modules() if head is part), "")
 
 
-class _Pencil:
+class _Drafter:
     """Draws the cuts of one module or parameter after the other."""
 
     def __init__(self, module: nn.Module, blueprint: Blueprint) -> None:
@@ -282,6 +284,27 @@ def _refuse_beside_cuts(module: nn.Module, blueprint: Blueprint, names: Iterable
                 '"replicated" if it is used on own heads or features, as "whole" if on whole '
                 "activations"
             )
+
+
+def _refuse_whole_on_own_tokens(styles: dict[str, Style], blueprint: Blueprint) -> None:
+    for name, style in styles.items():
+        if isinstance(style, Whole) and blueprint.on_own_tokens(name):
+            raise ValueError(
+                f'plan[{name!r}]="whole" is used on this rank\'s tokens under sequence '
+                'parallelism: plan it as "replicated", or leave it out'
+            )
+
+
+def _refuse_dropout(module: nn.Module) -> None:
+    """Masks come from each rank's generator, so they are not those of one process."""
+    for name, part in module.named_modules():
+        for attribute in ("p", "attention_dropout"):
+            rate = getattr(part, attribute, None)
+            drops = attribute != "p" or isinstance(part, nn.modules.dropout._DropoutNd)
+            if drops and isinstance(rate, float) and rate > 0:
+                raise ValueError(
+                    f"{name}.{attribute}={rate} must be 0: ranks would draw different masks"
+                )
 
 
 def _refuse_uncut_mixing(module: nn.Module, blueprint: Blueprint) -> None:

@@ -14,7 +14,9 @@ from torch import nn
 
 from megablocks_core.groups import Segment
 
-Named = Literal["column", "column_gather", "row", "vocab", "heads", "replicated", "whole"]
+Named = Literal[
+    "column", "column_gather", "row", "vocab", "heads", "replicated", "whole", "experts"
+]
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ _NAMED: dict[str, Style] = {
     "heads": Heads(),
     "replicated": Replicated(),
     "whole": Whole(),
+    "experts": Experts(),
 }
 # The styles of transformers' plans that are served. "packed_colwise" packs two equal parts.
 _TRANSFORMERS: dict[str, Style] = {

@@ -94,14 +94,14 @@ def tensor_parallelize(
         ValueError: The plan cannot be served: a style is not known; a cut does not divide or
             would go through a head; a module is not an ``nn.Linear`` or ``nn.Embedding``; a
             tied weight is planned on one side only; a parameter beside cut projections is not
-            named; it is cut already; or a block that mixes tokens would see a part of them.
-            Nothing was changed.
+            named; it is cut already; it drops out; or a block that mixes tokens would see a
+            part of them. Nothing was changed.
     """
     blueprint = draw(
         module, read_plan(module, plan), group=group, sequence_parallel=sequence_parallel
     )
     if group.size > 1:
-        _Surgeon(module, blueprint).operate()
+        _Cutter(module, blueprint).cut()
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     cut = tuple(name for name in names if name in blueprint.specs)
     summed = tuple(name for name in names if name in blueprint.summed)
@@ -165,7 +165,7 @@ class _Undo:
     ties: list[tuple[str, str]] = field(default_factory=list)
 
 
-class _Surgeon:
+class _Cutter:
     """Carries a blueprint out."""
 
     def __init__(self, module: nn.Module, blueprint: Blueprint) -> None:
@@ -173,7 +173,7 @@ class _Surgeon:
         self.undo = _Undo(ties=blueprint.ties)
         self.siblings = {name for names in blueprint.siblings().values() for name in names}
 
-    def operate(self) -> None:
+    def cut(self) -> None:
         """Change the model."""
         self.module.__dict__[UNDO] = self.undo
         self._sum_gradients()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megablocks_core.groups import Group, Segment, ShardSpec
+from megablocks_core.groups import LOCAL, Group, Segment, ShardSpec
 from megablocks_core.parallel import Column
 from megablocks_core.parallel.blueprint import draw, output_head
 from megablocks_core.parallel.plan import Heads, read_plan
@@ -126,6 +126,18 @@ def test_a_transformers_model_without_known_layers_has_no_sequence_parallelism()
     model._pp_plan = {"model.embed_tokens": (["input_ids"], ["inputs_embeds"])}
     with pytest.raises(ValueError, match="whose _pp_plan names no list of layers"):
         _draw(model, sequence_parallel=True)
+
+
+def test_what_would_differ_from_one_process_is_refused():
+    with pytest.raises(ValueError, match=r'"whole" is used on this rank\'s tokens'):
+        _draw(_Attention(), {**_PLAN, "q_norm": "whole"}, sequence_parallel=True)
+    model = tiny_model("llama", attention_dropout=0.1)
+    with pytest.raises(ValueError, match="self_attn.attention_dropout=0.1 must be 0"):
+        _draw(model)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    with pytest.raises(ValueError, match=r"1.p=0.5 must be 0"):
+        _draw(model, {"0": "column"})
+    assert _draw(model, {"0": "column"}, group=LOCAL).specs
 
 
 def test_a_module_of_per_head_parameters_is_cut_by_its_name():
