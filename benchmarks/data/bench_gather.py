@@ -29,7 +29,8 @@ def bench(tokens: np.ndarray, samples: int, ranges_per_sample: int, threads: int
     def twin() -> None:
         gather_tokens_numpy(tokens, starts, lengths, out=out[1])
 
-    native(), twin()
+    native()
+    twin()
     assert np.array_equal(out[0], out[1])
     report(
         take_turns(native, twin),

@@ -7,6 +7,7 @@ nothing (and so computes something else).
 """
 
 from copy import deepcopy
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,20 +28,20 @@ def bench_local(layer_class: type[ColumnParallelLinear] | type[RowParallelLinear
     """Each layer over ``LOCAL`` against ``nn.Linear``."""
     for hidden, tokens, repeats in ((16, 4, 200), (256, 64, 40), (2048, 64, 1)):
         peer = nn.Linear(hidden, hidden)
-        steps = [
-            _step(layer, torch.ones(tokens, hidden))
-            for layer in (layer_class.from_linear(peer), peer)
-        ]
+        layers, x_TH = (layer_class.from_linear(peer), peer), torch.ones(tokens, hidden)
+        steps = [_step(layer, x_TH) for layer in layers]
         for mine, theirs in zip(steps[0](), steps[1](), strict=True):
             assert torch.equal(mine, theirs)
         assert _kernels(steps[0]) == _kernels(steps[1])
-        report(
-            take_turns(*steps, repeats=repeats, rounds=41),
-            benchmark=_NAME,
-            peer="nn.Linear",
-            case={"layer": layer_class.__name__, "hidden": hidden, "tokens": tokens},
-            limit=1.05,
-        )
+        forwards = [partial(layer, x_TH) for layer in layers]
+        for work, pair in {"step": steps, "forward": forwards}.items():
+            report(
+                take_turns(*pair, repeats=repeats, rounds=41),
+                benchmark=_NAME,
+                peer="nn.Linear",
+                case={"layer": layer_class.__name__, "work": work, "hidden": hidden},
+                limit=1.05,
+            )
 
 
 def bench_against_torch(group: Group) -> None:

@@ -133,6 +133,8 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """``x W^T + b``: this rank's features, or all if gathered."""
+        if self.group.size == 1:
+            return linear(x_TI, self.weight, self.bias)
         return column_linears(x_TI, self)[0]
 
     def extra_repr(self) -> str:
