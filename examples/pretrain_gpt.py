@@ -219,13 +219,15 @@ def train(options: argparse.Namespace) -> Decoder:
                 held_out = (batch for step in batches_of(valid_set) for batch in step.micro_batches)
                 with timer("evaluation"):
                     values["validation_loss"] = evaluate(model, held_out, loss=loss, group=dp)
+            values.update(timer.reduce())
+            run.write(
+                step, values
+            )  # before the checkpoint: a run that goes on from it has the line
+            progress.update(step, values)
             if done % options.save_every == 0 or done == last:
                 state.update(step=done, consumed=batches.consumed)
-                with timer("checkpoint"):
+                with timer("checkpoint"):  # told by the next line
                     save(options.out / f"checkpoints/{done:06}", state, group=world)
-            values.update(timer.reduce())
-            run.write(step, values)
-            progress.update(step, values)
     progress.close()
     return model
 

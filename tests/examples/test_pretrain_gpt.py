@@ -75,6 +75,7 @@ def test_a_rank_killed_during_a_save_ends_the_others_and_the_run_goes_on(tmp_pat
 
 
 @pytest.mark.drill
+@pytest.mark.filterwarnings("ignore:LATEST names")
 @pytest.mark.parametrize(
     ("place", "number", "rank"),
     [
