@@ -35,13 +35,9 @@ def bench_local(layer_class: type[ColumnParallelLinear] | type[RowParallelLinear
         assert _kernels(steps[0]) == _kernels(steps[1])
         forwards = [partial(layer, x_TH) for layer in layers]
         for work, pair in {"step": steps, "forward": forwards}.items():
-            report(
-                take_turns(*pair, repeats=repeats, rounds=41),
-                benchmark=_NAME,
-                peer="nn.Linear",
-                case={"layer": layer_class.__name__, "work": work, "hidden": hidden},
-                limit=1.05,
-            )
+            case = {"layer": layer_class.__name__, "work": work, "hidden": hidden, "tokens": tokens}
+            times = take_turns(*pair, repeats=repeats, rounds=41)
+            report(times, benchmark=_NAME, peer="nn.Linear", case=case, limit=1.05)
 
 
 def bench_against_torch(group: Group) -> None:
