@@ -34,7 +34,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     options, others = parser.parse_known_args()
     if (options.out / "metrics.jsonl").exists():
         sys.exit(f"{options.out} holds a run already: name another folder with --out (OUT=)")
