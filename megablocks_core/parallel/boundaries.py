@@ -186,7 +186,7 @@ class SumGradients(Boundary):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Put the copies in place."""
-        owned = [_owner(module, name) for name in self.names]
+        owned = [owner_of(module, name) for name in self.names]
         tensors = [owner.get_parameter(leaf) for owner, leaf in owned]
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return
@@ -206,7 +206,7 @@ class SumGradients(Boundary):
 
     def clear(self, module: nn.Module) -> None:
         """Let the parameters be seen again."""
-        for owner, leaf in (_owner(module, name) for name in self.names):
+        for owner, leaf in (owner_of(module, name) for name in self.names):
             owner.__dict__.pop(leaf, None)
 
 
@@ -272,7 +272,8 @@ def _refuse_reentrant(module: nn.Module) -> None:
         )
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module below ``module`` that holds parameter or module ``name``, and its name there."""
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path), leaf
 

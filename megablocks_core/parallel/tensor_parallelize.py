@@ -30,6 +30,7 @@ from megablocks_core.parallel.boundaries import (
     ScatterTokens,
     SharedInput,
     SumGradients,
+    owner_of,
     vocab_forward,
 )
 from megablocks_core.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -136,7 +137,7 @@ def _gather(module: nn.Module) -> None:
         elif isinstance(part, VocabParallelEmbedding):
             _replace(module, name, part.to_embedding())
     for name in undo.cut:
-        owner, leaf = _owner(module, name)
+        owner, leaf = owner_of(module, name)
         share = owner.get_parameter(leaf)
         whole = whole_tensor(share, specs_of(owner, leaf))
         setattr(owner, leaf, nn.Parameter(whole, requires_grad=share.requires_grad))
@@ -267,7 +268,7 @@ class _Cutter:
 
     def _cut_parameter(self, name: str) -> None:
         """Cut a parameter whose module stays what it is."""
-        spec, (owner, leaf) = self.blueprint.specs[name], _owner(self.module, name)
+        spec, (owner, leaf) = self.blueprint.specs[name], owner_of(self.module, name)
         whole = owner.get_parameter(leaf)
         shape = list(whole.shape)
         shape[spec.dim] = sum(part.stop - part.start for part in spec.ranges(shape[spec.dim]))
@@ -362,18 +363,13 @@ def _save_pretrained(
         raise RuntimeError(f"the first rank could not save to {save_directory}: {told}")
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return module.get_submodule(path), leaf
-
-
 def _below(block: str, names: list[str]) -> tuple[str, ...]:
     start = len(block) + 1 if block else 0
     return tuple(name[start:] for name in names)
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
-    owner, leaf = _owner(module, name)
+    owner, leaf = owner_of(module, name)
     setattr(owner, leaf, layer)
 
 
@@ -396,5 +392,5 @@ def _has_boundary(part: nn.Module) -> bool:
 
 def _tie(module: nn.Module, ties: list[tuple[str, str]]) -> None:
     for name, other in ties:
-        (owner, leaf), (twin, its_leaf) = _owner(module, name), _owner(module, other)
+        (owner, leaf), (twin, its_leaf) = owner_of(module, name), owner_of(module, other)
         setattr(twin, its_leaf, owner.get_parameter(leaf))
