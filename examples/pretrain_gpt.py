@@ -11,9 +11,7 @@ parallel, data parallel or both, with the same data, loss curve and weights.
 import argparse
 import math
 import os
-import random
 import sys
-import sysconfig
 import time
 from datetime import timedelta
 from functools import partial
@@ -86,32 +84,15 @@ def model_spec(options: argparse.Namespace) -> DecoderSpec:
     )
 
 
-def texts(options: argparse.Namespace) -> list[bytes]:
-    """Documents in a fixed random order; none is longer than a hundredth of all."""
-    places = options.data
-    if not places:
-        library = Path(sysconfig.get_paths()["stdlib"])
-        packages = {init.parent for init in library.glob("*/__init__.py")} - {library / "test"}
-        places = sorted(library.glob("*.py")) + sorted(packages)
-    found, room = [], options.max_bytes
-    for text in data.read_texts(*places, suffixes=() if options.data else (".py",)):
-        found.append(text.encode()[:room])
-        room -= len(found[-1])
-        if room <= 0:
-            break
-    longest = max(1, sum(map(len, found)) // 100)  # so that one file gives two splits as well
-    found = [text[at : at + longest] for text in found for at in range(0, len(text), longest)]
-    random.Random(0).shuffle(found)
-    return found
-
-
 def datasets(options: argparse.Namespace, world: Group) -> tuple[data.GPTDataset, data.GPTDataset]:
     """Samples to learn from and to validate on; the first rank tokenizes when a run begins."""
     prefix = options.out / "tokens"
     with together("reading the text", group=world, raises=OSError):
         if world.rank == 0 and not (options.out / "checkpoints").exists():
             options.out.mkdir(parents=True, exist_ok=True)
-            data.write_byte_documents(texts(options), prefix, overwrite=True)
+            texts = data.read_texts(*(options.data or data.standard_library()))
+            pieces = data.shuffled_pieces(texts, max_bytes=options.max_bytes)
+            data.write_byte_documents(pieces, prefix, overwrite=True)
     corpus = data.IndexedDataset(prefix)
     splits = data.split_documents(corpus.num_documents, "95,5", names=("train", "valid"))
     sampled = partial(data.GPTDataset, corpus, options.sequence_length, seed=options.seed)

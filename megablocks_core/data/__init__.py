@@ -9,7 +9,6 @@ from megablocks_core.data.bytes import END_OF_DOCUMENT as END_OF_DOCUMENT
 from megablocks_core.data.bytes import VOCAB_SIZE as VOCAB_SIZE
 from megablocks_core.data.bytes import ByteCounts as ByteCounts
 from megablocks_core.data.bytes import decode_bytes as decode_bytes
-from megablocks_core.data.bytes import read_texts as read_texts
 from megablocks_core.data.bytes import write_byte_documents as write_byte_documents
 from megablocks_core.data.gather import gather_tokens as gather_tokens
 from megablocks_core.data.gpt import GPTDataset as GPTDataset
@@ -20,3 +19,6 @@ from megablocks_core.data.loader import as_tensors as as_tensors
 from megablocks_core.data.permutation import Permutation as Permutation
 from megablocks_core.data.split import Split as Split
 from megablocks_core.data.split import split_documents as split_documents
+from megablocks_core.data.texts import read_texts as read_texts
+from megablocks_core.data.texts import shuffled_pieces as shuffled_pieces
+from megablocks_core.data.texts import standard_library as standard_library

@@ -1,13 +1,10 @@
-"""Text files as an indexed dataset of bytes: no tokenizer, any language, any file.
+"""Texts as an indexed dataset of bytes: no tokenizer, any language.
 
 A token is a byte of UTF-8, and one more id ends each document.
 """
 
-import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -50,47 +47,6 @@ def write_byte_documents(
     return ByteCounts(documents, tokens, empty)
 
 
-def read_texts(*paths: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the texts of files and folders, in the order given.
-
-    A ``.jsonl`` file yields the ``"text"`` of each line, any other file its whole text. A
-    folder yields its files and those of the folders inside, sorted by path: those that end in
-    ``suffixes`` if any are given, and without those that are not UTF-8 text. Such a file
-    named itself is a ``ValueError``, and so is a line that is no JSON object with a
-    ``"text"``, wherever it stands.
-    """
-    for path in map(Path, paths):
-        if path.is_dir():
-            for inside in sorted(path.rglob("*")):
-                if inside.is_file() and inside.name.endswith(suffixes or ("",)):
-                    with suppress(UnicodeDecodeError):
-                        yield from _texts_of(inside)
-        else:
-            try:
-                yield from _texts_of(path)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}: must be UTF-8 text ({error})") from None
-
-
 def decode_bytes(tokens: Iterable[int]) -> str:
     """Return the text of byte tokens; ends of documents are left out, torn characters replaced."""
     return bytes(token for token in tokens if token < END_OF_DOCUMENT).decode(errors="replace")
-
-
-def _texts_of(path: Path) -> Iterator[str]:
-    if path.suffix != ".jsonl":
-        yield path.read_bytes().decode()
-        return
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _text_of(line, f"{path}: line {number}")
-
-
-def _text_of(line: bytes, place: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-        text.encode()
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise ValueError(f'{place} must be a JSON object with a "text" of UTF-8') from None
-    return text

@@ -1,0 +1,79 @@
+"""Texts to learn from: files, folders, JSON lines, and the text that every machine has."""
+
+import json
+import os
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+
+def read_texts(*paths: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the texts of files and folders, in the order given.
+
+    A ``.jsonl`` file yields the ``"text"`` of each line, any other file its whole text. A
+    folder yields its files and those of the folders inside, sorted by path: those that end in
+    ``suffixes`` if any are given, and without those that are not UTF-8 text. Such a file
+    named itself is a ``ValueError``, and so is a line that is no JSON object with a
+    ``"text"``, wherever it stands.
+    """
+    for path in map(Path, paths):
+        if path.is_dir():
+            for inside in sorted(path.rglob("*")):
+                if inside.is_file() and inside.name.endswith(suffixes or ("",)):
+                    with suppress(UnicodeDecodeError):
+                        yield from _texts_of(inside)
+        else:
+            try:
+                yield from _texts_of(path)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}: must be UTF-8 text ({error})") from None
+
+
+def standard_library() -> list[Path]:
+    """Return the source files of Python's own library but its tests: modules, then packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    packages = sorted(init.parent for init in root.glob("*/__init__.py"))
+    inside = (sorted(package.rglob("*.py")) for package in packages)
+    return sorted(root.glob("*.py")) + [
+        path for paths in inside for path in paths if not {"test", "tests"} & set(path.parts)
+    ]
+
+
+def shuffled_pieces(texts: Iterable[str], *, max_bytes: int, seed: int = 0) -> list[bytes]:
+    """Cut the first ``max_bytes`` of some texts into pieces in a fixed random order.
+
+    No piece is longer than a hundredth of all, so that even one text fills two splits.
+    """
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes={max_bytes} must be at least 1")
+    found, room = [], max_bytes
+    for text in texts:
+        found.append(text.encode()[:room])
+        room -= len(found[-1])
+        if not room:
+            break
+    longest = max(1, (max_bytes - room) // 100)
+    pieces = [text[at : at + longest] for text in found for at in range(0, len(text), longest)]
+    random.Random(seed).shuffle(pieces)
+    return pieces
+
+
+def _texts_of(path: Path) -> Iterator[str]:
+    if path.suffix != ".jsonl":
+        yield path.read_bytes().decode()
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _text_of(line, f"{path}: line {number}")
+
+
+def _text_of(line: bytes, place: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+        text.encode()
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f'{place} must be a JSON object with a "text" of UTF-8') from None
+    return text
