@@ -25,7 +25,8 @@ from megablocks_core.parallel import (
     VocabParallelEmbedding,
     gather_features,
 )
-from megablocks_core.parallel.initial import draw_key, key_of, normal_
+from megablocks_core.parallel.counter import key_of
+from megablocks_core.parallel.initial import draw_key, normal_
 
 
 class DecoderOutput(NamedTuple):

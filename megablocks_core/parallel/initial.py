@@ -4,15 +4,13 @@ Each value is a function of a key and of its index in the whole logical tensor, 
 computes its own slices and nothing else, and they have the same bits at any cut. The key of
 a parameter is a hash of the seed and its logical name.
 
-Index ``i`` of key ``k`` becomes 64 random bits by the finaliser of splitmix64 on
-``k + (i + 1) * golden`` (Steele, Lea, Flood, https://doi.org/10.1145/2714064.2660195), and
-these become a normal value by Box and Muller's transform: 32 bits make the radius
-``sqrt(-2 ln u)``, so values reach 6.66 standard deviations, and 32 make the angle.
+The 64 random bits of an index (``counter``) become a normal value by Box and Muller's
+transform: 32 bits make the radius ``sqrt(-2 ln u)``, so values reach 6.66 standard
+deviations, and 32 make the angle.
 Logarithm and sine are polynomials made of single additions and products, which round alike
 on every machine, whereas a vector library may round the end of a row differently.
 """
 
-import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +21,11 @@ from torch import Tensor, nn
 from megablocks_core.groups import ShardSpec, logical_shape, own_slices, specs_of
 from megablocks_core.groups.cuts import Box
 from megablocks_core.groups.marking import clean_name
+from megablocks_core.parallel.counter import GOLDEN, key_of, mix_, shift, signed
 
 # Temporary memory is a few blocks: one that fits a CPU's cache, or that fills a GPU.
 _BLOCK_ON_CPU = 1 << 16
 _BLOCK_ELSEWHERE = 1 << 22
-
-_WORD = 1 << 64
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9 - _WORD
-_MIX_2 = 0x94D049BB133111EB - _WORD
 
 # Layout of a float64: 11 bits of exponent over 52 of mantissa.
 _MANTISSA_BITS = 52
@@ -59,12 +53,6 @@ _FOUR_ATANH = (
     1.3333333333310584,
     4.000000000000001,
 )
-
-
-def key_of(seed: int, name: str) -> int:
-    """The key of the parameter of logical name ``name`` in the model of ``seed``: 63 bits."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def key_for(tensor: Tensor, name: str, seed: int | None) -> int:
@@ -186,36 +174,23 @@ def _narrow(box: Box, dim: int, start: int, stop: int) -> Box:
 
 def _bits(key: int, box: Box, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """64 random bits for every index in ``box`` of a whole tensor of ``shape``."""
-    state = torch.full((), _signed(key + _GOLDEN), device=device)
+    state = torch.full((), signed(key + GOLDEN), device=device)
     stride = math.prod(shape)
     for part, length in zip(box, shape, strict=True):
         stride //= length
         places = torch.arange(part.start, part.stop, device=device)
-        state = state.unsqueeze(-1) + places.mul_(_signed(stride * _GOLDEN))
-    state = state.bitwise_xor_(_shift(state, 30)).mul_(_MIX_1)
-    state = state.bitwise_xor_(_shift(state, 27)).mul_(_MIX_2)
-    return state.bitwise_xor_(_shift(state, 31))
-
-
-def _shift(word: Tensor, by: int) -> Tensor:
-    """``word`` shifted right, zeros coming in (torch's own shift copies the sign)."""
-    return (word >> by).bitwise_and_((1 << (64 - by)) - 1)
-
-
-def _signed(word: int) -> int:
-    """The low 64 bits of ``word`` as an int64."""
-    word %= _WORD
-    return word - _WORD if word >> 63 else word
+        state = state.unsqueeze(-1) + places.mul_(signed(stride * GOLDEN))
+    return mix_(state)
 
 
 def _uniform(bits: Tensor) -> Tensor:
     """The upper 53 bits as a value of [0, 1)."""
-    return _shift(bits, 11).double().mul_(2.0**-53)
+    return shift(bits, 11).double().mul_(2.0**-53)
 
 
 def _normal(bits: Tensor) -> Tensor:
     """Box and Muller: radius from the upper half of the bits, sine of the angle from the lower."""
-    radius = _minus_two_log(_shift(bits, 32).double().add_(0.5)).sqrt_()
+    radius = _minus_two_log(shift(bits, 32).double().add_(0.5)).sqrt_()
     half_turns = ((bits << 32) >> 32).double().add_(0.5).mul_(2.0**-32)
     return _odd(_SINE, half_turns).mul_(radius)
 
