@@ -49,7 +49,7 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: This rank's columns [T v]; ranks may hold unequal numbers of them, or none.
-        targets: Indices into the whole vocabulary [T], equal on every rank.
+        targets: Indices into the whole vocabulary [T], of any integer dtype, equal on every rank.
         vocab_size: V. Columns are cut by ``torch.chunk``'s rule, or all ranks hold the same
             number of them and those from V on are padding, which never enters. Without it all
             columns are real, any cut is right, and V is the sum of the ranks' columns.
@@ -61,14 +61,15 @@ def vocab_parallel_cross_entropy(
         group: The ranks that share the vocabulary.
 
     Raises:
-        ValueError: Shapes or options do not fit; a target is neither in the vocabulary nor
+        ValueError: Shapes, dtypes or options do not fit; a target is neither in the vocabulary nor
             ignored; or the logits are gathered already. The last is known where ``vocab_size``
             is given; where not, it is concluded from logits that are equal on all ranks and
             not constant. In compiled code and on other devices than the CPU, what depends on
             values is asserted asynchronously.
     """
-    _check(logits, targets, label_smoothing, reduction)
-    x_Tc = logits.detach()
+    _check(logits, targets)
+    _check_options(label_smoothing, reduction)
+    x_Tc, targets = logits.detach(), targets.long()
     if vocab_size is None:
         top_T, start, whole = _maxima_and_cut(x_Tc, group)
     else:
@@ -86,7 +87,7 @@ def vocab_parallel_cross_entropy(
 
     valid_T = targets != ignore_index
     outside_T = valid_T & ((targets < 0) | (targets >= whole))
-    index_T = targets.long() - start
+    index_T = targets - start
     sums = _sums(x_Tc, top_T, index_T, outside_T, smoothed=label_smoothing > 0, group=group)
     require(
         sums.outside == 0,
@@ -108,12 +109,22 @@ class _Options(NamedTuple):
     num_columns: int
 
 
-def _check(logits: Tensor, targets: Tensor, label_smoothing: float, reduction: str) -> None:
+def _check(logits: Tensor, targets: Tensor) -> None:
     if logits.dim() == 0 or logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} must have the shape of targets, "
             f"{tuple(targets.shape)}, and one more dimension for this rank's columns"
         )
+    if not logits.is_floating_point():
+        raise ValueError(f"logits of {logits.dtype} must be floating-point numbers")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise ValueError(
+            f"targets of {targets.dtype} must be integers: the indices of classes "
+            "(probabilities are not served)"
+        )
+
+
+def _check_options(label_smoothing: float, reduction: str) -> None:
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
     if reduction not in ("none", "sum", "mean"):

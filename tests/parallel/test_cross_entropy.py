@@ -343,6 +343,36 @@ def test_shapes_and_options_that_do_not_fit_are_refused():
 
 @ranks(1, 2)
 @pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_targets_that_are_not_integers_are_refused(dtype, known):
+    """Cut to whole numbers in silence, 1.9 would be taken for class 1."""
+    group = _world()
+    whole, targets = _inputs(16, 3)
+    vocab_size = 16 if known else None
+    with pytest.raises(ValueError, match=f"targets of {dtype} must be integers"):
+        vocab_parallel_cross_entropy(
+            _own(whole, group), targets.to(dtype), vocab_size=vocab_size, group=group
+        )
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_targets_may_be_integers_of_any_width(dtype):
+    """The index 156 of one byte is a target, although as a byte it equals -100."""
+    group = _world()
+    whole, _ = _inputs(160, 3)
+    targets = torch.tensor([0, 156, 100], dtype=torch.uint8).to(dtype)
+    loss = vocab_parallel_cross_entropy(_own(whole, group), targets, group=group)
+    assert_close(loss, _plain(whole, targets.long()), atol=1e-10, rtol=0)
+
+
+def test_logits_that_are_not_floating_point_are_refused():
+    with pytest.raises(ValueError, match="logits of torch.int64 must be floating-point"):
+        vocab_parallel_cross_entropy(torch.ones(3, 4, dtype=torch.int64), torch.ones(3).long())
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("known", [False, True])
 def test_it_compiles_into_one_graph_once_for_all_lengths(known):
     group = _world()
     torch._dynamo.reset()
