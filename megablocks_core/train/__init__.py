@@ -13,4 +13,19 @@ from megablocks_core.train.metrics import Metrics as Metrics
 from megablocks_core.train.metrics import pooled as pooled
 from megablocks_core.train.progress import Progress as Progress
 from megablocks_core.train.record import run_record as run_record
+from megablocks_core.train.schedule import Constant as Constant
+from megablocks_core.train.schedule import InverseSquareRoot as InverseSquareRoot
+from megablocks_core.train.schedule import Product as Product
+from megablocks_core.train.schedule import Ramp as Ramp
+from megablocks_core.train.schedule import Stages as Stages
+from megablocks_core.train.schedule import constant_schedule as constant_schedule
+from megablocks_core.train.schedule import cosine_schedule as cosine_schedule
+from megablocks_core.train.schedule import (
+    inverse_square_root_schedule as inverse_square_root_schedule,
+)
+from megablocks_core.train.schedule import linear_schedule as linear_schedule
+from megablocks_core.train.schedule import (
+    warmup_stable_decay_schedule as warmup_stable_decay_schedule,
+)
+from megablocks_core.train.scheduled import Scheduled as Scheduled
 from megablocks_core.train.timing import StepTimer as StepTimer

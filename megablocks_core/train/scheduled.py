@@ -1,0 +1,63 @@
+"""Set an optimizer's learning rate, or another option, from a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megablocks_core.train.schedule import Schedule
+
+
+class Scheduled:
+    """Keeps ``option`` of every parameter group at its own base value times a schedule.
+
+        rate = Scheduled(optimizer, cosine_schedule(total_tokens, warmup=total_tokens // 20))
+        ...
+        rate.set(consumed_tokens)      # before optimizer.step()
+
+    The base values are those of the groups when this is made, so make it before a checkpoint is
+    loaded: settings then come from the program and never from what an earlier run had reached.
+    There is nothing to save. A learning rate kept as a tensor is changed in place, which
+    compiled and captured optimizers see.
+
+    Raises:
+        ValueError: The optimizer has taken a step or was loaded, and no ``base`` is given; a
+            group lacks ``option``; or ``base`` has not one value a group.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        *,
+        option: str = "lr",
+        base: Sequence[float] | None = None,
+    ) -> None:
+        groups = optimizer.param_groups
+        if any(option not in group for group in groups):
+            raise ValueError(f"option={option!r} must be one of {sorted(optimizer.defaults)}")
+        if base is None and optimizer.state:
+            raise ValueError(
+                "base=None must be one value a parameter group, because the optimizer has been "
+                "stepped or loaded and its groups may no longer hold their base values"
+            )
+        if base is not None and len(base) != len(groups):
+            raise ValueError(
+                f"base={list(base)} must have a value for each of {len(groups)} groups"
+            )
+        self.optimizer, self.schedule, self.option = optimizer, schedule, option
+        self.base = [
+            float(value) for value in ([g[option] for g in groups] if base is None else base)
+        ]
+
+    def set(self, position: float) -> float:
+        """Set every group for ``position``, and return the factor there."""
+        factor = self.schedule(position)
+        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+            if isinstance(current := group[self.option], Tensor):
+                current.fill_(base * factor)
+            else:
+                group[self.option] = base * factor
+        return factor
