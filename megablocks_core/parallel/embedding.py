@@ -23,6 +23,7 @@ from megablocks_core.groups import (
     reduce_scatter_to,
     whole_tensor,
 )
+from megablocks_core.parallel.adapters import Adapter
 from megablocks_core.parallel.checks import require
 from megablocks_core.parallel.initial import key_for, normal_
 
@@ -73,6 +74,7 @@ class VocabParallelEmbedding(nn.Module):
         num_rows = self.rows.stop - self.rows.start
         self.weight = nn.Parameter(torch.empty(num_rows, embedding_dim, device=device, dtype=dtype))
         mark(self, "weight", self.spec)
+        self.adapter: Adapter | None = None
         self.reset_parameters()
 
     @classmethod
@@ -127,7 +129,7 @@ class VocabParallelEmbedding(nn.Module):
             lambda: f"found {int(ids_T.min())} to {int(ids_T.max())}",
         )
         if self.group.size == 1:
-            return embedding(ids_T, self.weight, self.padding_idx)
+            return self._rows(ids_T, self.padding_idx)
         y_TH = self._own_rows(ids_T)
         if self.sequence_parallel:
             return reduce_scatter_to(y_TH, dim=-2, group=self.group)
@@ -141,12 +143,20 @@ class VocabParallelEmbedding(nn.Module):
     def _own_rows(self, ids_T: Tensor) -> Tensor:
         """The rows of the ids that this rank holds, zero for the others."""
         if len(self.weight) == 0:
-            # A sum over no rows, so that the weight has a gradient here too.
-            return self.weight.sum(0).expand(*ids_T.shape, -1)
+            return self._rows(ids_T, None)
         index_T = ids_T - self.rows.start
         foreign_T = (index_T < 0) | (index_T >= len(self.weight))
-        y_TH = embedding(index_T.masked_fill(foreign_T, 0), self.weight, self._own_padding_row())
+        y_TH = self._rows(index_T.masked_fill(foreign_T, 0), self._own_padding_row())
         return y_TH.masked_fill(foreign_T.unsqueeze(-1), 0.0)
+
+    def _rows(self, index_T: Tensor, padding_row: int | None) -> Tensor:
+        """Rows of this rank's share, with what an adapter adds to them."""
+        if len(self.weight) == 0:
+            # A sum over no rows, so that the weight has a gradient here too.
+            y_TH = self.weight.sum(0).expand(*index_T.shape, -1)
+        else:
+            y_TH = embedding(index_T, self.weight, padding_row)
+        return y_TH if self.adapter is None else self.adapter.add(y_TH, index_T, padding_row)
 
     def _own_padding_row(self) -> int | None:
         """The row of ``padding_idx`` here, or ``None`` if another rank holds it."""

@@ -37,6 +37,7 @@ from megablocks_core.groups.collectives import (
     start_reduce_scatter,
     wait,
 )
+from megablocks_core.parallel.adapters import Adapter, with_adapters
 from megablocks_core.parallel.initial import key_for, uniform_
 
 
@@ -95,6 +96,7 @@ class ColumnParallelLinear(nn.Module):
         mark(self, "weight", self.spec)
         if bias:
             mark(self, "bias", self.spec)
+        self.adapter: Adapter | None = None
         self.reset_parameters()
 
     @classmethod
@@ -133,7 +135,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """``x W^T + b``: this rank's features, or all if gathered."""
-        if self.group.size == 1:
+        if self.group.size == 1 and self.adapter is None:
             return linear(x_TI, self.weight, self.bias)
         return column_linears(x_TI, self)[0]
 
@@ -194,6 +196,7 @@ class RowParallelLinear(nn.Module):
         bias_O = torch.empty(out_features, device=device, dtype=dtype) if bias else None
         self.bias = None if bias_O is None else nn.Parameter(bias_O)
         mark(self, "weight", self.spec)
+        self.adapter: Adapter | None = None
         self.reset_parameters()
 
     @classmethod
@@ -231,19 +234,22 @@ class RowParallelLinear(nn.Module):
     def forward(self, x_Ti: Tensor) -> Tensor:
         """``x W^T + b``: whole, or this rank's tokens of it."""
         if self.group.size == 1:
-            return linear(x_Ti, self.weight, self.bias)
+            y_TO = linear(x_Ti, self.weight, self.bias)
+            return y_TO if self.adapter is None else self.adapter.add(y_TO, x_Ti)
         if not self.input_is_parallel:
             x_Ti = _cut_features(x_Ti, self.spec)
-        bias_O = self.bias
+        y_TO, bias_O = linear(x_Ti, self.weight), self.bias
+        if self.adapter is not None:
+            y_TO = self.adapter.add(y_TO, x_Ti)
         if not self.sequence_parallel:
-            y_TO = reduce_from(linear(x_Ti, self.weight), group=self.group)
+            y_TO = reduce_from(y_TO, group=self.group)
         else:
             if x_Ti.shape[-2] % self.group.size:
                 raise ValueError(
                     f"x has {x_Ti.shape[-2]} tokens, which must divide evenly over a group of "
                     f"{self.group.size} ranks under sequence parallelism"
                 )
-            y_TO = reduce_scatter_to(linear(x_Ti, self.weight), dim=-2, group=self.group)
+            y_TO = reduce_scatter_to(y_TO, dim=-2, group=self.group)
             if bias_O is not None:
                 bias_O = copy_to(bias_O, group=self.group)
         return y_TO if bias_O is None else y_TO + bias_O.to(y_TO.dtype)
@@ -258,7 +264,8 @@ def column_linears(x_TI: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor,
 
     Query, key and value, or gate and up, read the same ``x``: one all-gather forward under
     sequence parallelism, and one all-reduce or reduce-scatter of the summed gradient
-    backward, while the weight gradients are computed.
+    backward, while the weight gradients are computed. Adapters join these messages; under
+    sequence parallelism their low-rank features cost a small all-gather and reduce-scatter.
 
     Raises:
         ValueError: The layers differ in ``group`` or ``sequence_parallel``.
@@ -267,10 +274,21 @@ def column_linears(x_TI: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor,
     for layer in layers:
         if (layer.group, layer.sequence_parallel) != (first.group, first.sequence_parallel):
             raise ValueError("layers must agree on group and sequence_parallel")
+    adapters = [layer.adapter for layer in layers]
     if first.group.size == 1:
-        return tuple(linear(x_TI, layer.weight, layer.bias) for layer in layers)
+        ys_TO = [linear(x_TI, layer.weight, layer.bias) for layer in layers]
+        return with_adapters(ys_TO, x_TI, adapters)
     wire = _Wire(first.group, first.sequence_parallel)
-    ys_To = _ColumnLinears.apply(x_TI, wire, *_weights_and_biases(layers))
+    weights_and_biases = _weights_and_biases(layers)
+    if wire.sequence_parallel or not any(adapters):
+        ys_To = _ColumnLinears.apply(x_TI, wire, *weights_and_biases)
+    else:
+        # One all-reduce carries the gradient that products and adapters give their input.
+        x_TI = copy_to(x_TI, group=wire.group)
+        weights, biases = weights_and_biases[: len(layers)], weights_and_biases[len(layers) :]
+        ys_To = [linear(x_TI, *pair) for pair in zip(weights, biases, strict=True)]
+    tokens_over = wire.group if wire.sequence_parallel else LOCAL
+    ys_To = with_adapters(ys_To, x_TI, adapters, tokens_over=tokens_over)
     return tuple(
         gather_features(y_To, layer.spec) if layer.gather_output else y_To
         for y_To, layer in zip(ys_To, layers, strict=True)
