@@ -11,6 +11,10 @@ from megablocks_core.train.machine import matmul_peak as matmul_peak
 from megablocks_core.train.metrics import Mean as Mean
 from megablocks_core.train.metrics import Metrics as Metrics
 from megablocks_core.train.metrics import pooled as pooled
+from megablocks_core.train.parameter_groups import ParameterGroups as ParameterGroups
+from megablocks_core.train.parameter_groups import Rule as Rule
+from megablocks_core.train.parameter_groups import decays as decays
+from megablocks_core.train.parameter_groups import parameter_groups as parameter_groups
 from megablocks_core.train.progress import Progress as Progress
 from megablocks_core.train.record import run_record as run_record
 from megablocks_core.train.schedule import Constant as Constant
