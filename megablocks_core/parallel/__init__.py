@@ -4,6 +4,8 @@ from megablocks_core.parallel.clip import clip_grad_norm_ as clip_grad_norm_
 from megablocks_core.parallel.cross_entropy import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )
+from megablocks_core.parallel.dropout import DropoutKey as DropoutKey
+from megablocks_core.parallel.dropout import dropout as dropout
 from megablocks_core.parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from megablocks_core.parallel.gradients import reduce_gradients as reduce_gradients
 from megablocks_core.parallel.initial import reset_parameters as reset_parameters
@@ -11,6 +13,10 @@ from megablocks_core.parallel.linear import ColumnParallelLinear as ColumnParall
 from megablocks_core.parallel.linear import RowParallelLinear as RowParallelLinear
 from megablocks_core.parallel.linear import column_linears as column_linears
 from megablocks_core.parallel.linear import gather_features as gather_features
+from megablocks_core.parallel.lora import add_lora as add_lora
+from megablocks_core.parallel.lora import merge_lora as merge_lora
+from megablocks_core.parallel.lora import remove_lora as remove_lora
+from megablocks_core.parallel.lora import unmerge_lora as unmerge_lora
 from megablocks_core.parallel.plan import Column as Column
 from megablocks_core.parallel.plan import Row as Row
 from megablocks_core.parallel.tensor_parallelize import gather as gather

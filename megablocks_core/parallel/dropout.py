@@ -1,0 +1,144 @@
+"""Dropout by counter: each element's fate is a function of its place, however it is computed.
+
+A mask is a hash of (seed, step, sample, position, stream, feature). So it is the same at any
+cut over tensor-, sequence-, context-, pipeline- and data-parallel ranks and in any
+micro-batches, and a computation that is run again drops the same elements. Random state is
+two integers.
+
+Dimensions: T tokens, F features. A lowercase letter is this rank's share of the capital one.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megablocks_core.parallel.counter import as_word, bits_of, key_of
+
+# Elements worked on at a time, so that temporary memory is bounded and fits a CPU's cache.
+_BLOCK_ON_CPU = 1 << 16
+_BLOCK_ELSEWHERE = 1 << 24
+
+_HALF = 1 << 31
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """What the masks of one optimizer step depend on, beside the places of elements.
+
+    A run that resumes, at any layout, needs these two integers and nothing else.
+
+    Attributes:
+        seed: Of the run, from 0 to 2**63 - 1.
+        step: Of the optimizer; the micro-batches of a step differ by their samples. A tensor
+            spares compiled code a second compilation.
+
+    Raises:
+        ValueError: ``seed`` is no such integer.
+    """
+
+    seed: int
+    step: int | Tensor
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed} must lie between 0 and 2**63 - 1")
+
+    def index(self, sample_ids: Tensor, positions: Tensor) -> Tensor:
+        """One word a token, int64 [... T], that ``dropout`` takes as its ``index``.
+
+        Args:
+            sample_ids: The number of each token's sample in the data set or in the global
+                batch; integers that broadcast with ``positions``, such as [B 1].
+            positions: Each token's place in its sample; integers [T] or [... T].
+        """
+        device = positions.device
+        step = bits_of(as_word(self.seed, device), as_word(self.step, device))
+        return bits_of(bits_of(step, sample_ids.long()), positions.long())
+
+
+def dropout(
+    x_TF: Tensor, p: float, *, stream: str, index: Tensor, first_feature: int = 0
+) -> Tensor:
+    """Zero each element with probability ``p``, and multiply the others by ``1 / (1 - p)``.
+
+    Maps ``x`` [... T F] to a tensor like it; the same arguments give the same mask, on every
+    rank and device. It is a function of its arguments alone: not of torch's generators, and of
+    no training mode. Sends nothing. For backward it saves ``index``, which all layers share,
+    and makes the mask again; the mask's probability is exact to 2**-33.
+
+    Args:
+        x_TF: Floating tensor.
+        p: Probability of zero; at 0 the result is ``x``.
+        stream: Name of the layer, such as "layers.3.mlp": other streams, other masks.
+        index: A word for each row of ``x``, from ``DropoutKey.index`` [... T].
+        first_feature: Where this rank's features start in the whole, if they are cut.
+
+    Raises:
+        ValueError: ``p`` is no probability, or ``index`` is not of the tokens of ``x``.
+    """
+    check_probability(p, "p")
+    if index.shape != x_TF.shape[:-1]:
+        raise ValueError(
+            f"index of shape {list(index.shape)} must have one word for each row of x, "
+            f"{list(x_TF.shape[:-1])}"
+        )
+    if p == 0:
+        return x_TF
+    return _Dropout.apply(x_TF, index, float(p), _stream_key(stream), first_feature)
+
+
+def check_probability(p: float, name: str) -> None:
+    """Raise a ``ValueError`` that names ``p`` if it is no probability."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name}={p} must lie between 0 and 1")
+
+
+@torch.compiler.assume_constant_result
+def _stream_key(stream: str) -> int:
+    return key_of(0, stream)
+
+
+class _Dropout(torch.autograd.Function):
+    """Linear in ``x``, so backward is the same function of the gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, p: float, stream: int, first: int) -> Tensor:
+        rows = bits_of(index, stream)
+        if p == 1:
+            return torch.zeros_like(x)
+        if torch.compiler.is_compiling():
+            return _drop(x, rows, p, first)
+        limit = _BLOCK_ON_CPU if x.device.type == "cpu" else _BLOCK_ELSEWHERE
+        features = x.shape[-1]
+        step = max(1, limit // max(1, features))
+        if rows.numel() <= step:
+            return _drop(x, rows, p, first)
+        blocks = zip(x.reshape(-1, features).split(step), rows.view(-1).split(step), strict=True)
+        return torch.cat([_drop(*block, p, first) for block in blocks]).view(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, index, *ctx.options = inputs
+        ctx.save_for_backward(index)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        return (_Dropout.apply(dy, index, *ctx.options), None, None, None, None)
+
+
+def _drop(x_TF: Tensor, rows_T: Tensor, p: float, first: int) -> Tensor:
+    kept = _bits(rows_T, first, x_TF.shape[-1]) >= min(round(p * 2 * _HALF), 2 * _HALF - 1) - _HALF
+    return (x_TF * kept).mul_(1 / (1 - p))
+
+
+def _bits(rows_T: Tensor, first: int, count: int) -> Tensor:
+    """32 random bits for each of ``count`` features from ``first`` on, int32.
+
+    A hash has 64, which serve two neighbours: feature ``2 i`` takes the lower half.
+    """
+    pairs = torch.arange(first // 2, (first + count + 1) // 2, device=rows_T.device)
+    halves = bits_of(rows_T.unsqueeze(-1), pairs).view(torch.int32)
+    return halves[..., first % 2 : first % 2 + count]
