@@ -106,11 +106,13 @@ def gather_from(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int] | Non
             costs one small message more.
 
     Raises:
-        ValueError: ``sizes`` has not one length a rank, or another one for this rank.
+        ValueError: ``dim`` is not a dimension of ``x``; ``sizes`` has not one length a rank, or
+            another one for this rank.
     """
+    dim = _from_front(dim, x)
     if group.size == 1:
         return x
-    return _GatherFrom.apply(x, dim % x.dim(), group, _sizes(x, dim, group, sizes))
+    return _GatherFrom.apply(x, dim, group, _sizes(x, dim, group, sizes))
 
 
 def all_gather_to(
@@ -122,9 +124,10 @@ def all_gather_to(
     features (a column-parallel product under sequence parallelism). Arguments as for
     ``gather_from``.
     """
+    dim = _from_front(dim, x)
     if group.size == 1:
         return x
-    return _AllGatherTo.apply(x, dim % x.dim(), group, _sizes(x, dim, group, sizes))
+    return _AllGatherTo.apply(x, dim, group, _sizes(x, dim, group, sizes))
 
 
 def scatter_to(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
@@ -139,11 +142,13 @@ def scatter_to(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int] | None
         sizes: Every rank's length along ``dim``; default the rule of ``torch.chunk``.
 
     Raises:
-        ValueError: ``sizes`` has not one length a rank, or they do not add up.
+        ValueError: ``dim`` is not a dimension of ``x``; ``sizes`` has not one length a rank, or
+            they do not add up.
     """
+    dim = _from_front(dim, x)
     if group.size == 1:
         return x
-    return _ScatterTo.apply(x, dim % x.dim(), group, _cut_sizes(x, dim, group, sizes))
+    return _ScatterTo.apply(x, dim, group, _cut_sizes(x, dim, group, sizes))
 
 
 def reduce_scatter_to(
@@ -154,9 +159,10 @@ def reduce_scatter_to(
     The right one where each rank holds a part of a sum and goes on with its own tokens of it
     (a row-parallel product under sequence parallelism). Arguments as for ``scatter_to``.
     """
+    dim = _from_front(dim, x)
     if group.size == 1:
         return x
-    return _ReduceScatterTo.apply(x, dim % x.dim(), group, _cut_sizes(x, dim, group, sizes))
+    return _ReduceScatterTo.apply(x, dim, group, _cut_sizes(x, dim, group, sizes))
 
 
 def all_to_all(x: Tensor, *, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
@@ -173,7 +179,20 @@ def all_to_all(x: Tensor, *, send: Sequence[int], receive: Sequence[int], group:
 
     Returns:
         The received rows, in rank order [sum(receive) ...].
+
+    Raises:
+        ValueError: ``send`` or ``receive`` has not one number a rank, or ``send`` does not add
+            up to the rows of ``x``.
     """
+    if x.dim() == 0:
+        raise ValueError("x of shape () must have rows to send")
+    for name, rows in (("send", send), ("receive", receive)):
+        if len(rows) != group.size:
+            raise ValueError(
+                f"{name}={list(rows)} must have one number for each of {group.size} ranks"
+            )
+    if not torch.compiler.is_compiling() and sum(send) != x.shape[0]:
+        raise ValueError(f"send={list(send)} must add up to the {x.shape[0]} rows of x")
     if group.size == 1:
         return x
     return _AllToAll.apply(x, list(send), list(receive), group)
@@ -401,6 +420,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _all_gather(x: Tensor, dim: int, group: Group, sizes: Sequence[int]) -> Tensor:
     flying = start_all_gather(x, dim=dim, group=group, sizes=sizes)
     return finish_all_gather(flying, dim=dim, sizes=sizes)
+
+
+def _from_front(dim: int, x: Tensor) -> int:
+    """``dim`` counted from the front."""
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim} must be a dimension of x, whose shape is {tuple(x.shape)}")
+    return dim % x.dim()
 
 
 def _sizes(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> list[int]:

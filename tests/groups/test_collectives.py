@@ -1,5 +1,7 @@
 """Each collective has the gradient of one process, where another with the same forward fails."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -302,6 +304,33 @@ def test_sizes_that_are_not_the_slices_raise():
         gather_from(_random(3, 2), dim=0, group=group, sizes=[2, 2])
     with pytest.raises(ValueError, match="add up to 3"):
         scatter_to(_random(3, 2), dim=0, group=group, sizes=[2, 2])
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(("shape", "dim"), [((), 0), ((), -1), ((4,), 1), ((4,), -2), ((4, 2), 2)])
+def test_a_dimension_that_x_has_not_raises(shape, dim):
+    """Alone too, so that what runs in one process runs on many."""
+    group = _world()
+    for collective in (gather_from, all_gather_to, scatter_to, reduce_scatter_to):
+        with pytest.raises(
+            ValueError, match=rf"dim={dim} must be a dimension .* {re.escape(str(shape))}"
+        ):
+            collective(torch.ones(shape), dim=dim, group=group)
+
+
+@ranks(1, 2)
+def test_rows_to_send_that_do_not_fit_raise():
+    group = _world()
+    ones, more = [1] * group.size, [1] * (group.size + 1)
+    with pytest.raises(ValueError, match="send=.* must add up to the 5 rows of x"):
+        all_to_all(torch.ones(5, 2), send=ones, receive=ones, group=group)
+    for wrong in ({"send": more, "receive": ones}, {"send": ones, "receive": more}):
+        with pytest.raises(
+            ValueError, match=f"must have one number for each of {group.size} ranks"
+        ):
+            all_to_all(torch.ones(group.size, 2), group=group, **wrong)
+    with pytest.raises(ValueError, match="x of shape .. must have rows"):
+        all_to_all(torch.ones(()), send=ones, receive=ones, group=group)
 
 
 @ranks(1, 2)
