@@ -272,6 +272,20 @@ def _refuse_reentrant(module: nn.Module) -> None:
         )
 
 
+def take_off_hooks(part: nn.Module, *kinds: type) -> None:
+    """Remove the forward hooks of some kinds, and what torch keeps beside them."""
+    for hooks in (part._forward_pre_hooks, part._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, kinds)]:
+            for table in (
+                part._forward_pre_hooks,
+                part._forward_pre_hooks_with_kwargs,
+                part._forward_hooks,
+                part._forward_hooks_with_kwargs,
+                part._forward_hooks_always_called,
+            ):
+                table.pop(key, None)
+
+
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module below ``module`` that holds parameter or module ``name``, and its name there."""
     path, _, leaf = name.rpartition(".")

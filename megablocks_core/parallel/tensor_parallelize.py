@@ -31,11 +31,18 @@ from megablocks_core.parallel.boundaries import (
     SharedInput,
     SumGradients,
     owner_of,
+    take_off_hooks,
     vocab_forward,
 )
 from megablocks_core.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megablocks_core.parallel.embedding import VocabParallelEmbedding
 from megablocks_core.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megablocks_core.parallel.lora import (
+    adapted_parameters,
+    refuse_peft,
+    restore_adapters,
+    spare_adapters,
+)
 from megablocks_core.parallel.plan import Column, Experts, Plan, Row, Vocab, read_plan
 
 
@@ -63,8 +70,9 @@ def tensor_parallelize(
     """Cut ``module`` over ``group`` by ``plan``, in place; it then computes what it did before.
 
     Outputs, losses and gradients are those of one process. Parameters keep their names and
-    carry shard marks, so that clipping, checkpoints and ``load_hf`` know them. A model on
-    ``meta`` is cut there. Over a group of one nothing changes.
+    carry shard marks, so that clipping, checkpoints and ``load_hf`` know them. Adapters of
+    ``add_lora`` are cut with their layers. A model on ``meta`` is cut there. Over a group of one
+    nothing changes.
 
     A transformers model needs no plan: "auto" reads its own. Its head gathers, so that logits
     are whole; planned as "column" they stay cut, and the model's own ``labels=`` loss becomes
@@ -95,17 +103,24 @@ def tensor_parallelize(
         ValueError: The plan cannot be served: a style is not known; a cut does not divide or
             would go through a head; a module is not an ``nn.Linear`` or ``nn.Embedding``; a
             tied weight is planned on one side only; a parameter beside cut projections is not
-            named; it is cut already; it drops out; or a block that mixes tokens would see a
+            named; it is cut already; it drops out; peft has wrapped a layer; an adapter is
+            merged; or a block that mixes tokens would see a
             part of them. Nothing was changed.
     """
-    blueprint = draw(
-        module, read_plan(module, plan), group=group, sequence_parallel=sequence_parallel
-    )
-    if group.size > 1:
-        _Cutter(module, blueprint).cut()
+    refuse_peft(module)
+    adapters = spare_adapters(module, cut=False)
+    try:
+        blueprint = draw(
+            module, read_plan(module, plan), group=group, sequence_parallel=sequence_parallel
+        )
+        if group.size > 1:
+            _Cutter(module, blueprint).cut()
+    finally:
+        restore_adapters(module, adapters)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    cut = tuple(name for name in names if name in blueprint.specs)
-    summed = tuple(name for name in names if name in blueprint.summed)
+    cut_too, summed_too = adapted_parameters(module)
+    cut = tuple(name for name in names if name in blueprint.specs or name in cut_too)
+    summed = tuple(name for name in names if name in blueprint.summed or name in summed_too)
     return Report(cut, summed, tuple(name for name in names if name not in {*cut, *summed}))
 
 
@@ -123,15 +138,15 @@ def gather(module: nn.Module) -> None:
     if not parts and any(map(_has_boundary, module.modules())):
         raise ValueError(f"gather the model that was cut, not a {type(module).__name__} in it")
     for part in parts.values():
+        adapters = spare_adapters(part, cut=True)
         _gather(part)
+        restore_adapters(part, adapters)
 
 
 def _gather(module: nn.Module) -> None:
     undo: _Undo = module.__dict__.pop(UNDO)
     for name, part in list(module.named_modules()):
-        for hooks in (part._forward_pre_hooks, part._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, Boundary)]:
-                _take_off(part, key)
+        take_off_hooks(part, Boundary)
         if isinstance(part, ColumnParallelLinear | RowParallelLinear):
             _replace(module, name, part.to_linear())
         elif isinstance(part, VocabParallelEmbedding):
@@ -194,6 +209,10 @@ class _Cutter:
         specs = self.blueprint.specs
         for block, names in self.blueprint.summed_by_block().items():
             self._around(block, SumGradients(self.group, _below(block, names)))
+        for name in dict.fromkeys(map(parent_of, self.blueprint.summed)):
+            # What an adapter of that module must know.
+            if f"{name}.weight" not in specs:
+                self._add(name, "summed_over", self.group)
         for block, names in self.blueprint.shared().items():
             # A parallel layer sums its own.
             names = [name for name in names if parent_of(name) in self.siblings]
@@ -371,18 +390,6 @@ def _below(block: str, names: list[str]) -> tuple[str, ...]:
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
     owner, leaf = owner_of(module, name)
     setattr(owner, leaf, layer)
-
-
-def _take_off(part: nn.Module, key: int) -> None:
-    """Remove one hook and what torch keeps beside it."""
-    for table in (
-        part._forward_pre_hooks,
-        part._forward_pre_hooks_with_kwargs,
-        part._forward_hooks,
-        part._forward_hooks_with_kwargs,
-        part._forward_hooks_always_called,
-    ):
-        table.pop(key, None)
 
 
 def _has_boundary(part: nn.Module) -> bool:
