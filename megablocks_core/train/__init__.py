@@ -33,3 +33,4 @@ from megablocks_core.train.schedule import (
 )
 from megablocks_core.train.scheduled import Scheduled as Scheduled
 from megablocks_core.train.timing import StepTimer as StepTimer
+from megablocks_core.train.watch import watch as watch
