@@ -1,0 +1,125 @@
+"""How a vocabulary is cut over a group, agreed by all ranks before work that sends messages.
+
+Dimensions: N tokens, V the whole vocabulary, H features; v is this rank's share of V.
+"""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megablocks_core.groups import Group, chunk_slice
+from megablocks_core.groups.collectives import finish_all_gather, start_all_gather
+
+
+class Columns(NamedTuple):
+    """Columns of the whole vocabulary that this rank holds.
+
+    Attributes:
+        first: The index of its first one.
+        own: How many are real; those behind them are padding.
+        widest: The most real ones that any rank holds.
+        whole: V.
+    """
+
+    first: int
+    own: int
+    widest: int
+    whole: int
+
+
+def agree_on_columns(
+    rows_vH: Tensor, indices_N: Tensor, *, vocab_size: int | None, group: Group, names: tuple
+) -> Columns:
+    """This rank's columns, once all ranks have heard each other's sizes and indices.
+
+    Sends five integers a rank, and the host waits for them. Whatever does not fit raises on
+    every rank.
+
+    Args:
+        rows_vH: What is cut over the ranks, one row a column.
+        indices_N: Indices into the whole vocabulary, equal on every rank.
+        vocab_size: V, if known. Columns are cut by ``torch.chunk``'s rule, or all ranks hold
+            the same number of them and those from V on are padding. Without it all are real.
+        group: The ranks.
+        names: What the caller calls the rows and the indices.
+
+    Raises:
+        ValueError: The rows are no such share, or equal on all ranks and thus whole already;
+            indices differ between ranks or do not lie in the vocabulary.
+    """
+    rows, indices = names
+    words_R5 = _heard(_words(rows_vH, indices_N), group)
+    widths = [words[0] for words in words_R5]
+    step = _step(widths, vocab_size, rows)
+    whole = sum(widths) if vocab_size is None else vocab_size
+    if vocab_size is None and len({tuple(words[4:]) for words in words_R5}) == 1 < group.size:
+        if words_R5[0][4]:
+            raise ValueError(
+                f"{rows} must be this rank's share of the vocabulary and not the whole one: it "
+                "is equal on all ranks"
+            )
+    low, high = min(words[1] for words in words_R5), max(words[2] for words in words_R5)
+    if low < 0 or high >= whole:
+        raise ValueError(
+            f"{indices} must lie in the vocabulary of {whole} entries; found "
+            f"{low if low < 0 else high}"
+        )
+    if len({words[3] for words in words_R5}) > 1:
+        raise ValueError(f"{indices} must be equal on all ranks of the group")
+    firsts = [min(first, whole) for first in _firsts(widths, step)]
+    owns = [min(width, whole - first) for width, first in zip(widths, firsts, strict=True)]
+    return Columns(firsts[group.rank], owns[group.rank], max(owns), whole)
+
+
+def _words(rows_vH: Tensor, indices_N: Tensor) -> Tensor:
+    """Width, smallest and largest index, a checksum of the indices, a fingerprint of the rows."""
+    indices_N = indices_N.reshape(-1).long()
+    low, high = torch.cat([indices_N.new_zeros(1), indices_N]).aminmax()
+    places_N = torch.arange(len(indices_N), device=indices_N.device)
+    checksum = ((places_N * 2 + 1) * (indices_N + 1)).sum()
+    width = torch.full_like(checksum, rows_vH.shape[0])
+    return torch.stack([width, low, high, checksum, _fingerprint(rows_vH)])
+
+
+def _fingerprint(rows_vH: Tensor) -> Tensor:
+    """Bits that are equal for equal rows; 0 where the rows are constant, and say nothing."""
+    ends = rows_vH[:: max(rows_vH.shape[0] - 1, 1)].reshape(-1).double()
+    if ends.numel() < 2:
+        return torch.zeros((), dtype=torch.int64, device=rows_vH.device)
+    total = (ends * torch.arange(len(ends), device=ends.device).double().cos()).sum()
+    says_nothing = (ends.min() == ends.max()) | ~total.isfinite()
+    return torch.where(says_nothing, 0.0, total).view(torch.int64)
+
+
+def _heard(words: Tensor, group: Group) -> list[list[int]]:
+    if group.size == 1:
+        return [words.tolist()]
+    sizes = [1] * group.size
+    flying = start_all_gather(words.unsqueeze(0), dim=0, group=group, sizes=sizes)
+    return finish_all_gather(flying, dim=0, sizes=sizes).tolist()
+
+
+def _step(widths: list[int], vocab_size: int | None, rows: str) -> int | None:
+    """How far apart the ranks' first columns are; ``None`` if one follows the other."""
+    size = len(widths)
+    if vocab_size is None:
+        return None
+    cuts = [chunk_slice(vocab_size, size, rank) for rank in range(size)]
+    if widths == [cut.stop - cut.start for cut in cuts]:
+        return -(-vocab_size // size)
+    width = widths[0]
+    alike = len(set(widths)) == 1 and width * size >= vocab_size
+    if not alike or (width >= vocab_size and size > 1):
+        raise ValueError(
+            f"{rows} has {widths} rows on the ranks of the group, which must be the shares of "
+            f"vocab_size={vocab_size}, or be padded alike on all; is it whole already?"
+        )
+    return width
+
+
+def _firsts(widths: list[int], step: int | None) -> list[int]:
+    if step is None:
+        return list(accumulate(widths[:-1], initial=0))
+    return [step * rank for rank in range(len(widths))]
