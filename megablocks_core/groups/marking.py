@@ -65,7 +65,7 @@ def marks(
     known: dict[int, Specs] = {}
     for owner, name, _, parameter in found:
         specs = specs_of(owner, name)
-        if specs or specs.expert:
+        if specs or specs.expert or specs.each:
             known.setdefault(id(parameter), specs)
     seen: set[int] = set()
     for _, _, path, parameter in found:

@@ -11,6 +11,14 @@ from torch import Tensor, nn
 from megablocks_core.groups.cuts import ShardSpec, Specs, own_slices, whole_shape
 from megablocks_core.groups.group import Group
 from megablocks_core.groups.marking import clean_name, marks, specs_of, without_ddp
+from megablocks_core.groups.stacks import (
+    kind_of,
+    separate_name,
+    separate_names,
+    shape_of,
+    stacked,
+    unstacked,
+)
 
 
 def logical_shape(tensor: Tensor, specs: tuple[ShardSpec, ...]) -> tuple[int, ...]:
@@ -19,18 +27,22 @@ def logical_shape(tensor: Tensor, specs: tuple[ShardSpec, ...]) -> tuple[int, ..
 
 
 def logical_tensors(
-    module: nn.Module, *, remove_duplicate: bool = False
+    module: nn.Module, *, remove_duplicate: bool = False, unstack: bool = False
 ) -> Iterator[tuple[str, Tensor, Specs]]:
     """Yield (name, tensor, specs) for all that a state dict holds, buffers included.
 
     A tied tensor comes under each of its names, or under the first alone with
-    ``remove_duplicate``.
+    ``remove_duplicate``. With ``unstack`` a tensor that is marked with ``each`` comes apart
+    into views under the separate names, those of which this rank holds a share.
     """
     seen: set[int] = set()
     for name, tensor, specs in _parameters_and_buffers(module):
         if not (remove_duplicate and id(tensor) in seen):
             seen.add(id(tensor))
-            yield name, tensor, specs
+            if unstack:
+                yield from unstacked(name, tensor, specs)
+            else:
+                yield name, tensor, specs
 
 
 def whole_tensor(tensor: Tensor, specs: tuple[ShardSpec, ...]) -> Tensor:
@@ -51,7 +63,8 @@ def whole_tensor(tensor: Tensor, specs: tuple[ShardSpec, ...]) -> Tensor:
 def gather_whole(module: nn.Module) -> dict[str, Tensor]:
     """Whole tensors by logical name, on every rank: what one process's state dict holds.
 
-    Every rank of every group must call it. It sends each cut tensor once for each cut; tensors
+    A stack that is marked with ``each`` comes apart into views under the separate names. Every
+    rank of every group must call it. It sends each cut tensor once for each cut; tensors
     that are not cut are returned as they are (detached, not copied), and tied names share
     one tensor.
     """
@@ -60,7 +73,11 @@ def gather_whole(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor, specs in logical_tensors(module):
         if id(tensor) not in gathered:
             gathered[id(tensor)] = whole_tensor(tensor, specs)
-        whole[name] = gathered[id(tensor)]
+        found = gathered[id(tensor)]
+        if specs.each is None:
+            whole[name] = found
+        else:
+            whole |= zip(separate_names(name, specs.each, len(found)), found, strict=True)
     return whole
 
 
@@ -70,26 +87,34 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Any], *, strict: bool = 
     Args:
         module: Its parameters and persistent buffers are filled in place.
         tensors: By logical name: tensors, or lazy slices as safetensors gives them (with
-            ``get_shape()`` and indexing), of which only this rank's share is read.
+            ``get_shape()``, ``get_dtype()`` and indexing), of which only this rank's share is read.
         strict: Every tensor of the module must be given and every given one used. A tied
-            parameter may be given under any of its names.
+            parameter may be given under any of its names. A stack that is marked with ``each``
+            is given under the separate names, or whole under its own.
 
     Raises:
-        ValueError: Names are missing or left over, or a shape differs; nothing was changed.
+        ValueError: Names are missing or left over, a shape differs, or floating-point, complex
+            and whole numbers stand in for each other; nothing was changed.
     """
     wanted = list(logical_tensors(module))
+    given = stacked(tensors, wanted)
     if strict:
-        _check_names(wanted, tensors)
+        _check_names(wanted, given)
     for name, tensor, specs in wanted:
-        if name in tensors:
-            given, rule = _shape_of(tensors[name]), logical_shape(tensor, specs)
-            if given != rule:
-                raise ValueError(f"tensors[{name!r}] of shape {given} must have shape {rule}")
+        if name in given:
+            shape, rule = shape_of(given[name]), logical_shape(tensor, specs)
+            if shape != rule:
+                raise ValueError(f"tensors[{name!r}] of shape {shape} must have shape {rule}")
+            if kind_of(given[name]) != kind_of(tensor):
+                raise ValueError(
+                    f"tensors[{name!r}] of {kind_of(given[name])} numbers must have "
+                    f"{kind_of(tensor)} ones, as a tensor of {tensor.dtype}"
+                )
     filled: set[int] = set()
     for name, tensor, specs in wanted:
-        if name in tensors and id(tensor) not in filled:
+        if name in given and id(tensor) not in filled:
             filled.add(id(tensor))
-            load_slices(tensor, specs, tensors[name])
+            load_slices(tensor, specs, given[name])
 
 
 @torch.no_grad()
@@ -175,13 +200,13 @@ def _load_fsdp(tensor: Any, specs: tuple[ShardSpec, ...], whole: Any) -> None:
 
 def _check_names(wanted: list[tuple[str, Tensor, Specs]], tensors: Mapping[str, Any]) -> None:
     served = {id(tensor) for name, tensor, _ in wanted if name in tensors}
-    missing = [name for name, tensor, _ in wanted if id(tensor) not in served]
+    missing = [
+        separate_name(name, specs.each, "{}") if specs.each else name
+        for name, tensor, specs in wanted
+        if id(tensor) not in served
+    ]
     unused = sorted(set(tensors) - {name for name, _, _ in wanted})
     if missing or unused:
         raise ValueError(
             f"tensors must have the module's names: missing {missing}, not in the module {unused}"
         )
-
-
-def _shape_of(whole: Any) -> tuple[int, ...]:
-    return tuple(whole.shape if isinstance(whole, Tensor) else whole.get_shape())

@@ -101,9 +101,35 @@ def test_load_whole_changes_nothing_when_it_raises():
         )
     with pytest.raises(ValueError, match=r"tensors\['columns'\] of shape \(2, 9\)"):
         load_whole(model, zeros | {"columns": torch.zeros(2, 9)})
+    with pytest.raises(ValueError, match=r"tensors\['uneven'\] of shape \(2, 5\) must have"):
+        load_whole(model, zeros | {"uneven": zeros["uneven"].T})
+    with pytest.raises(ValueError, match="'packed'. of whole numbers must have floating-point"):
+        load_whole(model, zeros | {"packed": zeros["packed"].long()})
+    with pytest.raises(ValueError, match="'counts'. of floating-point numbers must have whole"):
+        load_whole(model, zeros | {"counts": zeros["counts"].float()})
+    with pytest.raises(ValueError, match="'gain'. of complex numbers must have floating-point"):
+        load_whole(model, zeros | {"gain": zeros["gain"].to(torch.complex64)})
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     load_whole(model, {"packed": zeros["packed"]}, strict=False)
     assert model.packed.abs().sum() == 0
+
+
+@ranks(2)
+def test_load_whole_takes_views_and_other_widths():
+    """A transposed view of the right shape, and a narrower dtype, are read by value."""
+    group = Group.of(dist.group.WORLD)
+    model, whole = _model(group)
+    views = {
+        name: tensor.T.contiguous().T if tensor.dim() == 2 else tensor
+        for name, tensor in whole.items()
+    }
+    views["columns"] = views["columns"].to(torch.bfloat16)
+    with torch.no_grad():
+        for _, parameter, _ in marks(model):
+            parameter.zero_()
+    load_whole(model, views)
+    for name, tensor in gather_whole(model).items():
+        assert torch.equal(tensor, whole[name]), name
 
 
 def test_a_tied_tensor_is_listed_under_each_name_or_under_the_first():
