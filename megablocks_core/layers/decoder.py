@@ -25,6 +25,7 @@ from megablocks_core.parallel import (
     VocabParallelEmbedding,
     gather_features,
 )
+from megablocks_core.parallel.adapters import LoraFactor
 from megablocks_core.parallel.counter import key_of
 from megablocks_core.parallel.initial import draw_key, normal_
 
@@ -192,7 +193,12 @@ class Decoder(nn.Module):
         Norms draw nothing: they reset themselves.
         """
         seed = draw_key() if seed is None else seed
+        factors = {n: part for n, part in self.named_modules() if isinstance(part, LoraFactor)}
+        for name, factor in factors.items():
+            factor.reset_parameters(seed, f"{prefix}{name}.")
         for name, parameter, specs in marks(self):
+            if name.rpartition(".")[0] in factors:
+                continue
             if parameter.dim() >= 2:
                 key = key_of(seed, prefix + name)
                 normal_(parameter, key=key, std=self.spec.initializer_range, specs=specs)

@@ -23,7 +23,6 @@ from megablocks_core.groups import (
     reduce_scatter_to,
     scatter_to,
 )
-from megablocks_core.parallel.checks import require
 
 
 class Boundary:
@@ -235,29 +234,6 @@ class RefuseOwnTokens(Boundary):
                     f"{flag}={asked or True} must not be set under sequence parallelism: inside "
                     "the layers every rank has its own tokens alone"
                 )
-
-
-def vocab_forward(module: nn.Embedding, group: Group, first: int, ids: Tensor) -> Tensor:
-    """The forward of an embedding's own class, from this rank's rows, summed over ``group``.
-
-    For classes whose result is linear in the row, such as an embedding that scales.
-
-    Raises:
-        ValueError: An id is not in the vocabulary (on other devices than the CPU an
-            asynchronous assertion): every rank would take it for another's.
-    """
-    require(
-        ~((ids < 0) | (ids >= module.num_embeddings)).any(),
-        f"ids must lie between 0 and num_embeddings={module.num_embeddings}",
-        lambda: f"found {int(ids.min())} to {int(ids.max())}",
-    )
-    index = ids - first
-    foreign = (index < 0) | (index >= len(module.weight))
-    if len(module.weight) == 0:
-        own = module.weight.sum(0).expand(*ids.shape, -1)
-    else:
-        own = type(module).forward(module, index.masked_fill(foreign, 0))
-    return reduce_from(own.masked_fill(foreign.unsqueeze(-1), 0.0), group=group)
 
 
 def _refuse_reentrant(module: nn.Module) -> None:

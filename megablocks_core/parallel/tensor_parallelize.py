@@ -32,10 +32,9 @@ from megablocks_core.parallel.boundaries import (
     SumGradients,
     owner_of,
     take_off_hooks,
-    vocab_forward,
 )
 from megablocks_core.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megablocks_core.parallel.embedding import VocabParallelEmbedding
+from megablocks_core.parallel.embedding import VocabParallelEmbedding, vocab_forward
 from megablocks_core.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megablocks_core.parallel.lora import (
     adapted_parameters,
