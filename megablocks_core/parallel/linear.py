@@ -6,11 +6,10 @@ rank's share of the capital one: o = O / group.size.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from megablocks_core.groups import (
@@ -29,16 +28,9 @@ from megablocks_core.groups import (
     specs_of,
     whole_tensor,
 )
-from megablocks_core.groups.collectives import (
-    finish_all_gather,
-    finish_reduce_scatter,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-    wait,
-)
 from megablocks_core.parallel.adapters import Adapter, with_adapters
 from megablocks_core.parallel.initial import key_for, uniform_
+from megablocks_core.parallel.products import column_products
 
 
 class ColumnParallelLinear(nn.Module):
@@ -244,11 +236,7 @@ class RowParallelLinear(nn.Module):
         if not self.sequence_parallel:
             y_TO = reduce_from(y_TO, group=self.group)
         else:
-            if x_Ti.shape[-2] % self.group.size:
-                raise ValueError(
-                    f"x has {x_Ti.shape[-2]} tokens, which must divide evenly over a group of "
-                    f"{self.group.size} ranks under sequence parallelism"
-                )
+            _require_even_tokens(x_Ti, self.group)
             y_TO = reduce_scatter_to(y_TO, dim=-2, group=self.group)
             if bias_O is not None:
                 bias_O = copy_to(bias_O, group=self.group)
@@ -278,16 +266,17 @@ def column_linears(x_TI: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor,
     if first.group.size == 1:
         ys_TO = [linear(x_TI, layer.weight, layer.bias) for layer in layers]
         return with_adapters(ys_TO, x_TI, adapters)
-    wire = _Wire(first.group, first.sequence_parallel)
-    weights_and_biases = _weights_and_biases(layers)
-    if wire.sequence_parallel or not any(adapters):
-        ys_To = _ColumnLinears.apply(x_TI, wire, *weights_and_biases)
+    group, sequence_parallel = first.group, first.sequence_parallel
+    weights, biases = _weights_and_biases(layers)
+    if sequence_parallel or not any(adapters):
+        ys_To = column_products(
+            x_TI, weights, biases, group=group, sequence_parallel=sequence_parallel
+        )
     else:
         # One all-reduce carries the gradient that products and adapters give their input.
-        x_TI = copy_to(x_TI, group=wire.group)
-        weights, biases = weights_and_biases[: len(layers)], weights_and_biases[len(layers) :]
+        x_TI = copy_to(x_TI, group=group)
         ys_To = [linear(x_TI, *pair) for pair in zip(weights, biases, strict=True)]
-    tokens_over = wire.group if wire.sequence_parallel else LOCAL
+    tokens_over = group if sequence_parallel else LOCAL
     ys_To = with_adapters(ys_To, x_TI, adapters, tokens_over=tokens_over)
     return tuple(
         gather_features(y_To, layer.spec) if layer.gather_output else y_To
@@ -295,104 +284,22 @@ def column_linears(x_TI: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor,
     )
 
 
-def _weights_and_biases(layers: Sequence[ColumnParallelLinear]) -> list[Tensor | None]:
-    """All weights, then all biases; slices that neighbours hold too sum their gradients."""
-    parameters: list[Tensor | None] = [layer.weight for layer in layers]
-    parameters += [layer.bias for layer in layers]
-    shared = {
-        index: (parameter, layer.spec)
-        for index, (parameter, layer) in enumerate(zip(parameters, [*layers] * 2, strict=True))
+def _weights_and_biases(
+    layers: Sequence[ColumnParallelLinear],
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The layers' parameters; slices that neighbours hold too sum their gradients."""
+    held = [(layer, parameter) for layer in layers for parameter in (layer.weight, layer.bias)]
+    shared = [
+        (index, parameter, layer.spec)
+        for index, (layer, parameter) in enumerate(held)
         if parameter is not None and layer.spec.has_copies
-    }
+    ]
+    parameters: list[Any] = [parameter for _, parameter in held]
     if shared:
-        held, specs = zip(*shared.values(), strict=True)
-        for index, copy in zip(shared, copy_slices_to(*held, specs=specs), strict=True):
+        indices, tensors, specs = zip(*shared, strict=True)
+        for index, copy in zip(indices, copy_slices_to(*tensors, specs=specs), strict=True):
             parameters[index] = copy
-    return parameters
-
-
-class _Wire(NamedTuple):
-    """What a fused product sends, and over which ranks."""
-
-    group: Group
-    sequence_parallel: bool
-
-    def sizes(self, x: Tensor) -> list[int]:
-        return [x.shape[-2]] * self.group.size
-
-
-class _ColumnLinears(torch.autograd.Function):
-    """Products of one input with several weights; messages fly while products run."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: _Wire, *weights_and_biases: Any) -> tuple[Tensor, ...]:
-        count = len(weights_and_biases) // 2
-        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        ctx.wire, ctx.x_shape, ctx.x_dtype = wire, x.shape, x.dtype
-        needs_x = any(ctx.needs_input_grad[2 : 2 + count])
-        ctx.save_for_backward(x if needs_x else None, *weights_and_biases)
-        if wire.sequence_parallel:
-            sizes = wire.sizes(x)
-            flying = start_all_gather(x, dim=-2, group=wire.group, sizes=sizes)
-            x = finish_all_gather(flying, dim=-2, sizes=sizes)
-        return tuple(linear(x, *pair) for pair in zip(weights, biases, strict=True))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights_and_biases = ctx.saved_tensors
-        wire, count = ctx.wire, len(dys)
-        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        needs_dx, _, *needs = ctx.needs_input_grad
-        gathers = wire.sequence_parallel and any(needs[:count])
-        if gathers:
-            sizes = wire.sizes(x)
-            flying_x = start_all_gather(x, dim=-2, group=wire.group, sizes=sizes)
-        if needs_dx:
-            flying_dx = _start_input_gradient(_input_gradient(dys, weights), wire)
-        if gathers:
-            x = finish_all_gather(flying_x, dim=-2, sizes=sizes)
-        dws = [
-            _weight_gradient(dy, x).to(weight.dtype) if needed else None
-            for dy, weight, needed in zip(dys, weights, needs[:count], strict=True)
-        ]
-        dbs = [
-            _rows(dy).sum(0).to(bias.dtype) if needed else None
-            for dy, bias, needed in zip(dys, biases, needs[count:], strict=True)
-        ]
-        dx = _finish_input_gradient(flying_dx, wire, ctx) if needs_dx else None
-        return dx, None, *dws, *dbs
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def _input_gradient(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The sum of ``dy W``, added up in one buffer."""
-    dx = _rows(dys[0]) @ weights[0].to(dys[0].dtype)
-    for dy, weight in zip(dys[1:], weights[1:], strict=True):
-        dx.addmm_(_rows(dy), weight.to(dy.dtype))
-    return dx.view(*dys[0].shape[:-1], dx.shape[-1])
-
-
-def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return _rows(dy).t() @ _rows(x).to(dy.dtype)
-
-
-def _start_input_gradient(dx: Tensor, wire: _Wire) -> Tensor:
-    if not wire.sequence_parallel:
-        return start_all_reduce(dx, group=wire.group)
-    sizes = [dx.shape[-2] // wire.group.size] * wire.group.size
-    return start_reduce_scatter(dx, dim=-2, group=wire.group, sizes=sizes)
-
-
-def _finish_input_gradient(flying: Tensor, wire: _Wire, ctx: Any) -> Tensor:
-    if not wire.sequence_parallel:
-        return wait(flying).to(ctx.x_dtype)
-    sizes = [ctx.x_shape[-2]] * wire.group.size
-    dx = finish_reduce_scatter(flying, dim=-2, group=wire.group, sizes=sizes)
-    return dx.to(ctx.x_dtype)
+    return parameters[::2], parameters[1::2]
 
 
 def gather_features(y_To: Tensor, spec: ShardSpec) -> Tensor:
@@ -440,6 +347,15 @@ def _require_even(spec: ShardSpec, name: str, *, packed: bool) -> None:
             raise ValueError(
                 f"{what}={segment.size} must divide evenly over a group of {spec.group.size} ranks"
             )
+
+
+def _require_even_tokens(x: Tensor, group: Group) -> None:
+    if x.dim() < 2 or x.shape[-2] % group.size:
+        count = x.shape[-2] if x.dim() > 1 else "no"
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} has {count} tokens along dim -2, which must divide "
+            f"evenly over a group of {group.size} ranks under sequence parallelism"
+        )
 
 
 def _share(spec: ShardSpec, length: int) -> int:
