@@ -1,8 +1,12 @@
 """Validation loss is the same number at any split and batch size, and touches nothing."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
 
 from megablocks_core.groups import LOCAL, Mesh
@@ -17,9 +21,9 @@ def small_model():
     return nn.Sequential(nn.Embedding(V, 8), nn.Dropout(0.5), nn.Linear(8, V)).double()
 
 
-def batches(size, *, rank=0, num_ranks=1):
+def batches(size, *, rank=0, num_ranks=1, seed=1):
     """Samples in batches of ``size``; of each, this rank's; masks of different lengths."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     tokens_NT = torch.randint(0, V, (SAMPLES, LENGTH + 1), generator=generator)
     mask_NT = (torch.rand(SAMPLES, LENGTH, generator=generator) < 0.6).float()
     for own in torch.arange(SAMPLES)[rank::num_ranks].split(size):
@@ -95,6 +99,122 @@ def test_f_128_a_set_without_a_counted_label_is_an_error():
     for loader in ([], [{**next(batches(2)), "loss_mask": torch.zeros(2, LENGTH)}]):
         with pytest.raises(ValueError, match="must hold a batch"):
             evaluate(small_model(), loader, group=LOCAL)
+
+
+@ranks(1, 2, 4)
+def test_f_128_several_sets_give_their_means_by_name_in_one_message():
+    """With an empty set among them: the error names it, on every rank."""
+    group, model = Mesh().group("dp"), small_model()
+    references = {name: evaluate(model, batches(SAMPLES, seed=s)) for s, name in enumerate("ab")}
+    own = {
+        name: batches(3, rank=group.rank, num_ranks=group.size, seed=seed)
+        for seed, name in enumerate(references)
+    }
+    means = evaluate(model, own, group=group)
+    assert means == pytest.approx(references, rel=1e-12) and means["a"] != means["b"]
+    with CommDebugMode() as traffic:
+        evaluate(model, {"a": [1], "b": [2]}, loss=lambda *_: (1.0, 1), group=group)
+    assert traffic.get_total_counts() == (group.size > 1)
+    with pytest.raises(ValueError, match=r"nothing counted in \['c'\]"):
+        evaluate(model, {"a": batches(3), "c": []}, group=group)
+
+
+class Step(NamedTuple):
+    micro_batches: list
+    num_tokens: int
+
+
+class Loader:
+    """A loader of steps that says where it is."""
+
+    def __init__(self, consumed):
+        self.consumed = consumed
+
+    def __iter__(self):
+        while self.consumed < SAMPLES:
+            self.consumed += 4
+            yield Step(list(batches(SAMPLES))[:1], 1)
+
+
+class Stateful:
+    """A loader of batches with a state dict."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        for batch in batches(4):
+            self.position += 1
+            yield batch
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def test_a_loader_of_steps_is_left_where_it_was():
+    loader, model = Loader(consumed=4), small_model()
+    reference = evaluate(model, list(batches(SAMPLES)) * 2)
+    for _ in range(2):
+        mean = evaluate(model, loader)
+        assert (loader.consumed, mean, mean.count) == (4, reference, reference.count)
+    stateful = Stateful()
+    evaluate(model, stateful)
+    assert stateful.position == 0
+    with pytest.raises(KeyError):
+        evaluate(model, loader, loss=lambda model, batch: batch["nothing"])
+    assert loader.consumed == 4
+
+
+@ranks(2, 4)
+def test_a_rank_that_fails_ends_the_evaluation_of_all():
+    group, model = Mesh().group("dp"), small_model()
+    own = list(batches(1, rank=group.rank, num_ranks=group.size))
+
+    def fails(model, batch):
+        if group.rank == 1 and batch is own[1]:
+            raise KeyError("no labels")
+        return next_token_loss(model, batch)
+
+    def broken():
+        yield own[0]
+        if group.rank == 1:
+            raise KeyError("no labels")
+        yield from own[1:]
+
+    for in_step in (False, True):
+        for sets, loss in ((own, fails), (broken(), next_token_loss)):
+            with pytest.raises(KeyError if group.rank == 1 else RuntimeError) as caught:
+                evaluate(model, {"a": sets, "b": own}, loss=loss, in_step=in_step, group=group)
+            if group.rank != 1:
+                where = "on rank 1" if in_step else f"on 1 of {group.size} ranks"
+                assert where in str(caught.value)
+    assert evaluate(model, own, group=group) > 0  # the ranks are still in step
+
+
+@ranks(2, 4)
+def test_a_model_that_sends_over_the_group_takes_batches_in_step():
+    """A rank without any batch, and ranks that run out early, neither hang nor count twice."""
+    from torch.distributed.fsdp import fully_shard  # a second's import, for this test alone
+
+    group, model = Mesh().group("dp"), small_model()
+    reference = evaluate(model, batches(SAMPLES))
+    sharded = fully_shard(small_model(), mesh=init_device_mesh("cpu", (group.size,)))
+    everything = list(batches(2))
+    own = {0: everything[:4], group.size - 1: everything[4:]}.get(group.rank, [])
+    if group.size == 2:
+        own = everything if group.rank == 1 else []
+    mean = evaluate(sharded, own, in_step=True, group=group)
+    assert mean == pytest.approx(reference, rel=1e-12)
+    assert mean.count == reference.count
+
+
+def test_a_loss_that_draws_changes_no_generator():
+    model, state = small_model(), torch.get_rng_state()
+    evaluate(model, batches(4), loss=lambda *_: (torch.rand(()), 1))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_decoder_is_asked_for_whole_logits_of_packed_documents():
