@@ -1,6 +1,7 @@
 """Projections of attention and feed-forward layers: how ``linear=`` builds them, and their use."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,53 +22,34 @@ def parallel_linear(
     bias: bool = True,
     sequence_parallel: bool = False,
     segments: Sequence[Segment] | None = None,
+    blank: bool = False,
     group: Group = LOCAL,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The default of every ``linear=``: a column- or a row-parallel layer.
 
-    An injected callable takes the same arguments and returns a module from tensor to tensor
-    that marks the parameters it cuts.
+    An injected callable takes the same arguments but ``blank``, which leaves memory without
+    values, and returns a module from tensor to tensor that marks the parameters it cuts.
     """
-    layer = ColumnParallelLinear if parallel_mode == "column" else RowParallelLinear
-    return layer(
+    kind = ColumnParallelLinear if parallel_mode == "column" else RowParallelLinear
+    layer = kind(
         in_features,
         out_features,
         bias=bias,
         sequence_parallel=sequence_parallel,
         segments=segments,
         group=group,
-        device=device,
+        device="meta" if blank else device,
         dtype=dtype,
     )
-
-
-def blank_linear(
-    in_features: int,
-    out_features: int,
-    *,
-    parallel_mode: Literal["column", "row"],
-    bias: bool = True,
-    sequence_parallel: bool = False,
-    segments: Sequence[Segment] | None = None,
-    group: Group = LOCAL,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Module:
-    """``parallel_linear`` without values, for a model that draws all its values at once."""
-    layer = parallel_linear(
-        in_features,
-        out_features,
-        parallel_mode=parallel_mode,
-        bias=bias,
-        sequence_parallel=sequence_parallel,
-        segments=segments,
-        group=group,
-        device="meta",
-        dtype=dtype,
-    )
+    if not blank:
+        return layer
     return layer.to_empty(device=torch.get_default_device() if device is None else device)
+
+
+# For a model that draws all its values at once.
+blank_linear = partial(parallel_linear, blank=True)
 
 
 def apply_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:

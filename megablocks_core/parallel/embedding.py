@@ -5,6 +5,8 @@ Dimensions: T tokens, V vocabulary, H features; v is this rank's rows of V, by t
 ``torch.chunk``: ranks may hold unequal numbers of rows, or none, and no padding.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import torch
@@ -123,14 +125,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """The ids' rows: of all tokens, or of this rank's."""
-        require(
-            ~((ids_T < 0) | (ids_T >= self.num_embeddings)).any(),
-            f"ids must lie between 0 and num_embeddings={self.num_embeddings}",
-            lambda: f"found {int(ids_T.min())} to {int(ids_T.max())}",
-        )
+        _require_ids(ids_T, self.num_embeddings)
         if self.group.size == 1:
             return self._rows(ids_T, self.padding_idx)
-        y_TH = self._own_rows(ids_T)
+        lookup = partial(self._rows, padding_row=self._own_padding_row())
+        y_TH = _own_rows(ids_T, self.rows.start, self.weight, lookup)
         if self.sequence_parallel:
             return reduce_scatter_to(y_TH, dim=-2, group=self.group)
         return reduce_from(y_TH, group=self.group)
@@ -140,20 +139,10 @@ class VocabParallelEmbedding(nn.Module):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, ranks={self.group.size}"
 
-    def _own_rows(self, ids_T: Tensor) -> Tensor:
-        """The rows of the ids that this rank holds, zero for the others."""
-        if len(self.weight) == 0:
-            return self._rows(ids_T, None)
-        index_T = ids_T - self.rows.start
-        foreign_T = (index_T < 0) | (index_T >= len(self.weight))
-        y_TH = self._rows(index_T.masked_fill(foreign_T, 0), self._own_padding_row())
-        return y_TH.masked_fill(foreign_T.unsqueeze(-1), 0.0)
-
     def _rows(self, index_T: Tensor, padding_row: int | None) -> Tensor:
         """Rows of this rank's share, with what an adapter adds to them."""
         if len(self.weight) == 0:
-            # A sum over no rows, so that the weight has a gradient here too.
-            y_TH = self.weight.sum(0).expand(*index_T.shape, -1)
+            y_TH = _no_rows(index_T, self.weight)
         else:
             y_TH = embedding(index_T, self.weight, padding_row)
         return y_TH if self.adapter is None else self.adapter.add(y_TH, index_T, padding_row)
@@ -163,3 +152,50 @@ class VocabParallelEmbedding(nn.Module):
         if self.padding_idx is None or not self.rows.start <= self.padding_idx < self.rows.stop:
             return None
         return self.padding_idx - self.rows.start
+
+
+def vocab_forward(module: nn.Embedding, group: Group, first: int, ids_T: Tensor) -> Tensor:
+    """The forward of an embedding's own class, from this rank's rows, summed over ``group``.
+
+    For classes whose result is linear in the row, such as an embedding that scales.
+
+    Args:
+        module: The embedding, whose weight is this rank's rows.
+        group: The tensor-parallel ranks.
+        first: The id of this rank's first row.
+        ids_T: Ids of the whole vocabulary [... T].
+
+    Raises:
+        ValueError: An id is not in the vocabulary (on other devices than the CPU an
+            asynchronous assertion): every rank would take it for another's.
+    """
+
+    def lookup(index_T: Tensor) -> Tensor:
+        if len(module.weight) == 0:
+            return _no_rows(index_T, module.weight)
+        return type(module).forward(module, index_T)
+
+    _require_ids(ids_T, module.num_embeddings)
+    return reduce_from(_own_rows(ids_T, first, module.weight, lookup), group=group)
+
+
+def _require_ids(ids_T: Tensor, num_embeddings: int) -> None:
+    require(
+        ~((ids_T < 0) | (ids_T >= num_embeddings)).any(),
+        f"ids must lie between 0 and num_embeddings={num_embeddings}",
+        lambda: f"found {int(ids_T.min())} to {int(ids_T.max())}",
+    )
+
+
+def _own_rows(
+    ids_T: Tensor, first: int, weight_vH: Tensor, lookup: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What ``lookup`` gives for the ids of this rank's rows, from ``first`` on; zero for others."""
+    index_T = ids_T - first
+    foreign_T = (index_T < 0) | (index_T >= len(weight_vH))
+    return lookup(index_T.masked_fill(foreign_T, 0)).masked_fill(foreign_T.unsqueeze(-1), 0.0)
+
+
+def _no_rows(index_T: Tensor, weight_vH: Tensor) -> Tensor:
+    """Zeros: a sum over no rows, so that the weight has a gradient here too."""
+    return weight_vH.sum(0).expand(*index_T.shape, -1)
