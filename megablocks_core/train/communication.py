@@ -8,7 +8,7 @@ those of gloo's work and of this thread's operators, on a GPU those of NCCL's an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -32,8 +32,20 @@ class Event(NamedTuple):
     on_device: bool
 
 
+class Seen(NamedTuple):
+    """What a sample saw.
+
+    Attributes:
+        waited: Seconds in which a collective was under way and this rank computed nothing.
+        busy: Seconds in which the accelerator ran kernels that compute; ``None`` without one.
+    """
+
+    waited: float
+    busy: float | None
+
+
 class CommunicationSample:
-    """Watches this thread from ``start`` to ``stop``, which returns the seconds waited."""
+    """Watches this thread, and the accelerator if there is one, from ``start`` to ``stop``."""
 
     def start(self) -> None:
         """Begin to watch; costs about a millisecond, and some microseconds an operator."""
@@ -43,15 +55,15 @@ class CommunicationSample:
         self._mark = record_function(_MARK)
         self._mark.__enter__()
 
-    def stop(self) -> float:
-        """End, and return the seconds in which this rank only waited."""
+    def stop(self) -> Seen:
+        """End, and return what was seen."""
         self._mark.__exit__(None, None, None)
         with _silent_profiler():
             self._profile.__exit__(None, None, None)
         # The raw events: the profiler's own list of them takes 20 times as long to build.
         seen = self._profile.kineto_results
         assert seen is not None
-        communicating, computing = split_events(
+        events = [
             Event(
                 e.name(),
                 e.start_ns(),
@@ -60,13 +72,20 @@ class CommunicationSample:
                 e.device_type() != DeviceType.CPU,
             )
             for e in seen.events()
-        )
-        return seconds_exposed(communicating, computing)
+        ]
+        return what_was_seen(events)
 
 
-def split_events(events: Iterable[Event]) -> tuple[list[Interval], list[Interval]]:
+def what_was_seen(events: Sequence[Event]) -> Seen:
+    """Seconds waited, and those in which a device computed."""
+    communicating, computing = split_events(events)
+    on_device = any(event.on_device for event in events)
+    waited = seconds_exposed(communicating, computing)
+    return Seen(waited, _covered(computing) / 1e9 if on_device else None)
+
+
+def split_events(events: Sequence[Event]) -> tuple[list[Interval], list[Interval]]:
     """Intervals of communication, and of arithmetic by the watched thread or the device."""
-    events = list(events)
     if on_device := [event for event in events if event.on_device]:
         network = [event for event in on_device if event.name.startswith("nccl")]
         arithmetic = [event for event in on_device if not event.name.startswith(("nccl", _MARK))]

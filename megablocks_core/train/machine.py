@@ -20,17 +20,17 @@ def hardware() -> dict[str, Any]:
     accelerators = range(torch.cuda.device_count())
     return {
         "cpu": _cpu_model(),
-        "cores": usable_cores(),
+        "cores": len(usable_cores()),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "accelerators": [torch.cuda.get_device_name(index) for index in accelerators],
     }
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
+def usable_cores() -> set[int]:
+    """Numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def cpu_seconds() -> float:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups import LOCAL, Group, gather_from
 from megablocks_core.train.communication import CommunicationSample
 from megablocks_core.train.machine import (
     cpu_seconds,
@@ -25,6 +25,18 @@ from megablocks_core.train.metrics import Mean
 
 PHASES = ("data", "forward", "backward", "reduction", "optimizer")
 BESIDE = ("checkpoint", "evaluation")  # between steps: not part of a step's seconds
+_NOTHING = nullcontext()
+_COUNTED = (
+    "steps",
+    "seconds",
+    "tokens",
+    "own_tokens",
+    "read_bytes",
+    "watched",
+    "waited",
+    "device_watched",
+    "device_busy",
+)
 
 
 class StepTimer:
@@ -41,9 +53,11 @@ class StepTimer:
     The phases ``checkpoint`` and ``evaluation`` lie between steps. Every ``sample_every`` steps
     (0: never; the first step is not looked at) a profiler watches how long the rank waits for
     others; see ``communication``. On an accelerator the host's clock sees when work was handed
-    over, so only whole steps are right there. ``device`` is where the message lies (NCCL).
+    over, so only whole steps are right there. ``device`` is where the message lies (NCCL). With
+    ``enabled=False`` a timer measures and sends nothing, and ``reduce`` gives nothing.
 
-    Sent: nothing by ``step``; ``reduce`` gathers about 200 bytes a rank.
+    Sent: one gather of host names and cores here; nothing by ``step``; one gather of about 200
+    bytes a rank by ``reduce``.
 
     Raises:
         ValueError: ``phases`` with a name twice, or a phase that was not given.
@@ -54,6 +68,7 @@ class StepTimer:
         *,
         phases: tuple[str, ...] = PHASES,
         sample_every: int = 0,
+        enabled: bool = True,
         group: Group = LOCAL,
         device: torch.device | str | None = None,
     ) -> None:
@@ -64,16 +79,20 @@ class StepTimer:
         self._sample: CommunicationSample | None = None
         self._num_steps = 0
         self._inside: list[float] = []  # per phase entered: seconds of the phases inside it
-        hosts = group.all_gather_object(platform.node())
-        self._speaks_for_host = hosts.index(hosts[group.rank]) == group.rank
-        self._start_again()
-        self._step_began = time.perf_counter()
+        self._enabled = enabled
+        if enabled:
+            self._speaks_for_host, self._host_cores = _host(group)
+            self._start_again()
+            self._step_began = time.perf_counter()
 
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> AbstractContextManager[None]:
         """Time what runs inside as ``phase``."""
         if phase not in self.phases + BESIDE:
             raise ValueError(f"phase={phase!r} must be one of {self.phases + BESIDE}")
+        return self._timed(phase) if self._enabled else _NOTHING
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
         if phase not in BESIDE:
             self._sample_if_due()
         self._inside.append(0.0)
@@ -92,6 +111,8 @@ class StepTimer:
 
     def step(self, *, tokens: int, own_tokens: int | None = None, read_bytes: int = 0) -> None:
         """A step ends here: ``tokens`` of all ranks, ``own_tokens`` and ``read_bytes`` of this."""
+        if not self._enabled:
+            return
         now = time.perf_counter()
         sums = self._sums
         sums["steps"] += 1
@@ -100,8 +121,12 @@ class StepTimer:
         sums["own_tokens"] += tokens if own_tokens is None else own_tokens
         sums["read_bytes"] += read_bytes
         if self._sample is not None:
-            sums["watched"] += now - self._sample_began
-            sums["waited"] += self._sample.stop()
+            watched, seen = now - self._sample_began, self._sample.stop()
+            sums["watched"] += watched
+            sums["waited"] += seen.waited
+            if seen.busy is not None:
+                sums["device_watched"] += watched
+                sums["device_busy"] += seen.busy
             self._sample = None
         self._num_steps += 1
         self._step_began = time.perf_counter()
@@ -110,12 +135,15 @@ class StepTimer:
         """The figures of all ranks since the last call, then from zero again.
 
         Times are means over the ranks, bytes and processor time sums, memory the largest rank's.
-        A figure that nothing was measured for is left out.
+        Utilisation is that of the accelerators in sampled steps, or else of the processors. A
+        figure that nothing was measured for is left out.
         """
+        if not self._enabled:
+            return {}
         own = {**self._sums, **self._machine()}
         self._start_again()
         row = torch.tensor([list(own.values())], dtype=torch.float64, device=self.device)
-        rows = torch.cat(self.group.all_gather(row)).cpu()
+        rows = gather_from(row, dim=0, group=self.group, sizes=[1] * self.group.size).cpu()
         total = dict(zip(own, rows.sum(0).tolist(), strict=True))
         mean = dict(zip(own, rows.mean(0).tolist(), strict=True))
         most = dict(zip(own, rows.amax(0).tolist(), strict=True))
@@ -126,7 +154,9 @@ class StepTimer:
             "token_balance": (most["own_tokens"], mean["own_tokens"]),
             "data_wait_share": (mean.get("data", 0.0), mean["seconds"]),
             "communication_wait_share": (mean["waited"], mean["watched"]),
-            "utilisation": (total["cpu_seconds"], wall * total["cores"]),
+            "utilisation": (mean["device_busy"], mean["device_watched"])
+            if mean["device_watched"]
+            else (total["cpu_seconds"], wall * total["cores"]),
             "peak_memory_bytes": (most["peak_memory"], 1.0),
             "network_bytes_per_second": (total["network"], wall if total["tells_network"] else 0),
             "read_bytes_per_second": (total["read_bytes"], wall if total["read_bytes"] else 0),
@@ -144,16 +174,15 @@ class StepTimer:
         return {
             "wall": time.perf_counter() - self._wall_before,
             "cpu_seconds": cpu_seconds() - self._cpu_before,
-            "cores": usable_cores() if speaks else 0,
+            "cores": self._host_cores if speaks else 0,
             "peak_memory": peak_memory_bytes(),
             "tells_network": network is not None,
             "network": (network or 0) - (self._network_before or 0) if speaks else 0,
         }
 
     def _start_again(self) -> None:
-        counted = ("steps", "seconds", "tokens", "own_tokens", "read_bytes", "watched", "waited")
         times = tuple(phase + " times" for phase in BESIDE)
-        self._sums = dict.fromkeys((*counted, *self.phases, *BESIDE, *times), 0.0)
+        self._sums = dict.fromkeys((*_COUNTED, *self.phases, *BESIDE, *times), 0.0)
         self._wall_before, self._cpu_before = time.perf_counter(), cpu_seconds()
         self._network_before = network_bytes()
 
@@ -166,3 +195,11 @@ class StepTimer:
             self._sample.start()
             self._sample_began = time.perf_counter()
             self._step_began += self._sample_began - before
+
+
+def _host(group: Group) -> tuple[bool, int]:
+    """Whether this rank speaks for its host, and how many cores the host's ranks may use."""
+    places = group.all_gather_object((platform.node(), usable_cores()))
+    own = places[group.rank][0]
+    here = [rank for rank, (host, _) in enumerate(places) if host == own]
+    return here[0] == group.rank, len(set().union(*(places[rank][1] for rank in here)))

@@ -12,8 +12,10 @@ from megablocks_core.testing import ranks
 from megablocks_core.train.communication import (
     CommunicationSample,
     Event,
+    Seen,
     seconds_exposed,
     split_events,
+    what_was_seen,
 )
 
 spans = st.lists(
@@ -42,6 +44,7 @@ def test_on_cpu_gloo_waits_and_operators_of_the_watched_thread_compute():
         Event("aten::copy_", 15, 45, 2, False),  # by gloo's own thread
     ]
     assert split_events(events) == ([(10, 50)], [(12, 20)])
+    assert what_was_seen(events) == Seen(32e-9, None)
 
 
 def test_on_a_gpu_kernels_count_and_the_host_does_not():
@@ -53,6 +56,7 @@ def test_on_a_gpu_kernels_count_and_the_host_does_not():
         Event("sm90_gemm", 0, 30, 0, True),
     ]
     assert split_events(events) == ([(10, 50)], [(0, 30)])
+    assert what_was_seen(events) == Seen(20e-9, 30e-9)
 
 
 @ranks(2)
@@ -64,7 +68,7 @@ def test_the_fast_rank_waits_for_the_slow_one_and_not_the_reverse():
     if group.rank == 1:
         time.sleep(0.3)
     group.all_reduce(torch.ones(4))
-    waited = sample.stop()
+    waited = sample.stop().waited
     assert waited > 0.25 if group.rank == 0 else waited < 0.15
 
 
@@ -79,7 +83,7 @@ def test_waits_of_backward_are_seen_and_hidden_ones_are_not():
     if group.rank == 1:
         time.sleep(0.3)
     y.backward()
-    waited = sample.stop()
+    waited = sample.stop().waited
     assert waited > 0.25 if group.rank == 0 else waited < 0.15
 
     handle = dist.all_reduce(torch.ones(4), async_op=True) if group.rank == 0 else None
@@ -93,11 +97,11 @@ def test_waits_of_backward_are_seen_and_hidden_ones_are_not():
         dist.all_reduce(torch.ones(4))
     elif handle is not None:
         handle.wait()
-    assert sample.stop() < 0.15
+    assert sample.stop().waited < 0.15
 
 
 def test_nothing_is_left_on_the_error_stream(capfd):
     sample = CommunicationSample()
     sample.start()
-    assert sample.stop() == 0.0
+    assert sample.stop() == Seen(0.0, None)
     assert capfd.readouterr().err == ""

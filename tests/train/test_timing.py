@@ -1,6 +1,7 @@
 """Seconds go to the innermost phase, and figures of ranks and lines add up."""
 
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,7 +9,28 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from megablocks_core.groups import Mesh
 from megablocks_core.testing import ranks
-from megablocks_core.train import StepTimer, pooled
+from megablocks_core.train import StepTimer, pooled, timing
+from megablocks_core.train.communication import Seen
+
+
+class Clock:
+    """Stands still until ``now`` is moved."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class FakeSample:
+    def __init__(self, seen):
+        self.seen = seen
+
+    def start(self):
+        pass
+
+    def stop(self):
+        return self.seen
 
 
 def test_each_second_belongs_to_the_innermost_phase():
@@ -92,7 +114,7 @@ def test_sampled_steps(every, sampled, monkeypatch):
             count += 1
 
         def stop(self):
-            return 0.25
+            return Seen(0.25, None)
 
     monkeypatch.setattr("megablocks_core.train.timing.CommunicationSample", Sample)
     timer = StepTimer(sample_every=every)
@@ -117,7 +139,7 @@ def test_ranks_are_averaged_summed_or_the_largest_taken():
         timer.step(tokens=40, own_tokens=10 + 20 * group.rank, read_bytes=5)
     with CommDebugMode() as traffic:
         figures = timer.reduce()
-    assert traffic.get_total_counts() <= 2
+    assert traffic.get_total_counts() == 1
     assert figures["forward_seconds"] == pytest.approx(0.1, abs=0.06)
     assert figures["reduction_seconds"] == pytest.approx(0.1, abs=0.06)
     assert figures["tokens_per_second"].sum == 80
@@ -130,9 +152,86 @@ def test_ranks_are_averaged_summed_or_the_largest_taken():
 
 
 @ranks(2)
+def test_every_figure_of_two_ranks_by_hand():
+    """On a clock that stands still unless told: rank 0 takes 4 s a step, rank 1 takes 8 s."""
+    group = Mesh().group("dp")
+    rank, clock = group.rank, Clock()
+    seen = Seen(1.0 + rank, None)
+    with (
+        patch.object(time, "perf_counter", clock),
+        patch.object(timing, "cpu_seconds", lambda: clock.now / 2),
+        patch.object(timing, "network_bytes", lambda: int(100 * clock.now)),
+        patch.object(timing, "peak_memory_bytes", lambda: 1000 * (1 + rank)),
+        patch.object(timing, "CommunicationSample", lambda: FakeSample(seen)),
+    ):
+        timer = StepTimer(sample_every=1, group=group)
+        lines = []
+        for step in range(2):
+            for phase in ("data", "forward", "backward", "optimizer"):
+                with timer(phase):
+                    clock.now += 1.0 + rank
+            timer.step(tokens=30, own_tokens=10 * (1 + rank), read_bytes=7)
+            with timer("checkpoint"):
+                clock.now += 6.0 * step
+            lines.append(timer.reduce())
+    first, second = lines
+    cores = timer._host_cores
+    assert cores == len(timing.usable_cores())
+    assert {key: (mean.sum, mean.count) for key, mean in first.items()} == {
+        "step_seconds": (6.0, 1.0),
+        "tokens_per_second": (30.0, 6.0),
+        "token_balance": (20.0, 15.0),
+        "data_wait_share": (1.5, 6.0),
+        "utilisation": ((4.0 + 8.0) / 2, 6.0 * cores),
+        "peak_memory_bytes": (2000.0, 1.0),
+        "network_bytes_per_second": (400.0, 6.0),  # rank 0 speaks for the machine
+        "read_bytes_per_second": (14.0, 6.0),
+        **{
+            f"{phase}_seconds": (1.5, 1.0) for phase in ("data", "forward", "backward", "optimizer")
+        },
+        "checkpoint_seconds": (0.0, 1.0),
+    }
+    share = second["communication_wait_share"]
+    assert (share.sum, share.count) == (1.5, 6.0)
+    assert second["step_seconds"] == 6.0 and second["checkpoint_seconds"] == 6.0
+    assert (second["utilisation"].sum, second["utilisation"].count) == (12.0, 12.0 * cores)
+
+
+def test_an_accelerator_is_used_while_its_kernels_run(monkeypatch):
+    monkeypatch.setattr(timing, "CommunicationSample", lambda: FakeSample(Seen(0.0, 3.0)))
+    monkeypatch.setattr(time, "perf_counter", clock := Clock())
+    timer = StepTimer(sample_every=1)
+    for _ in range(3):
+        with timer("forward"):
+            clock.now += 4.0
+        timer.step(tokens=1)
+    found = timer.reduce()["utilisation"]
+    assert (found.sum, found.count) == (6.0, 8.0)  # the first step is not sampled
+
+
+@ranks(2)
+def test_a_timer_that_is_off_costs_nothing():
+    """It asks no clock, makes no object, and sends no message."""
+    group = Mesh().group("dp")
+    with CommDebugMode() as traffic, patch.object(timing, "time", None):
+        timer = StepTimer(sample_every=1, enabled=False, group=group)
+        with timer("forward"):
+            pass
+        assert timer("forward") is timer("data")
+        timer.step(tokens=1)
+        assert timer.reduce() == {}
+    assert traffic.get_total_counts() == 0
+    with pytest.raises(ValueError, match="must be one of"):
+        timer("forwards")
+
+
+@ranks(2)
 def test_one_rank_speaks_for_its_machine():
     group = Mesh().group("dp")
-    assert StepTimer(group=group)._speaks_for_host == (group.rank == 0)
+    with patch.object(timing, "usable_cores", lambda: {group.rank, 7}):
+        timer = StepTimer(group=group)
+    assert timer._speaks_for_host == (group.rank == 0)
+    assert timer._host_cores == 3
 
 
 def test_wrong_phases_are_refused():
