@@ -1,0 +1,242 @@
+"""Adapters send and keep what they promise, and are copied, stored and compiled with a model."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing import assert_close
+
+from megablocks_core.groups import LOCAL, Group, Segment
+from megablocks_core.parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    add_lora,
+    column_linears,
+    tensor_parallelize,
+)
+from megablocks_core.parallel.adapters import LoraFactor, adapted_layers
+from megablocks_core.testing import ranks
+from tests.parallel.lora_models import fill
+from tests.parallel.tiny_models import tiny_model
+
+_OPS = torch.ops.c10d_functional
+
+
+def _world() -> Group:
+    return Group.of(dist.group.WORLD)
+
+
+class _Block(nn.Module):
+    """Two columns on one input, and a row."""
+
+    def __init__(self, group, sequence_parallel=False):
+        super().__init__()
+        options = {"sequence_parallel": sequence_parallel, "group": group}
+        self.gate = ColumnParallelLinear(8, 12, **options)
+        self.up = ColumnParallelLinear(8, 12, **options)
+        self.down = RowParallelLinear(12, 8, **options)
+
+    def forward(self, x):
+        gate, up = column_linears(x, self.gate, self.up)
+        return self.down(gate * up)
+
+
+def _adapted(group, **options):
+    torch.manual_seed(0)
+    block = _Block(group, **options)
+    add_lora(block, "*", rank=2, alpha=4)
+    return fill(block)
+
+
+@ranks(2, 4)
+def test_a_block_sends_one_small_message_more_without_sequence_parallelism():
+    block = _adapted(_world())
+    x = torch.ones(3, 8, requires_grad=True)
+    with CommDebugMode() as forward:
+        y = block(x)
+    with CommDebugMode() as backward:
+        y.sum().backward()
+    assert dict(forward.get_comm_counts()) == {_OPS.all_reduce: 1}
+    assert dict(backward.get_comm_counts()) == {_OPS.all_reduce: 2}
+
+
+@ranks(2)
+def test_under_sequence_parallelism_only_low_rank_features_are_gathered_more():
+    block = _adapted(_world(), sequence_parallel=True)
+    x = torch.ones(3, 8, requires_grad=True)
+    with CommDebugMode() as forward:
+        y = block(x)
+    with CommDebugMode() as backward:
+        y.sum().backward()
+    # Its frozen base gathers no input again.
+    gathers, scatters = _OPS.all_gather_into_tensor, _OPS.reduce_scatter_tensor
+    assert dict(forward.get_comm_counts()) == {gathers: 2, scatters: 1}
+    assert dict(backward.get_comm_counts()) == {gathers: 1, scatters: 2, _OPS.all_reduce: 1}
+
+
+@ranks(2)
+def test_layers_that_are_called_from_elsewhere_sum_their_own():
+    block = _adapted(_world())
+    x = torch.ones(3, 8)
+    block(x).square().sum().backward()
+    expected = {name: p.grad for name, p in block.named_parameters() if p.requires_grad}
+    block.zero_grad()
+    block.down(block.gate(x) * block.up(x)).square().sum().backward()
+    for name, gradient in expected.items():
+        assert_close(block.get_parameter(name).grad, gradient)
+
+
+@ranks(4)
+def test_a_transformers_block_sends_one_message_for_all_its_adapters():
+    torch.manual_seed(0)
+    model = tiny_model("llama", num_key_value_heads=2)
+    add_lora(model, "*_proj", rank=2, alpha=4)
+    fill(model)
+    tensor_parallelize(model, group=_world())
+    tokens = torch.arange(8).view(1, 8)
+    with CommDebugMode() as plain:
+        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    # Embedding and, in each of two layers, attention and feed-forward; backward these but for
+    # the first layer's input, which no adapter lies before, and in each layer one message for
+    # each block's adapters and one for keys and values that neighbours hold too.
+    assert plain.get_comm_counts()[_OPS.all_reduce] == 1 + 4 + (4 - 1) + 2 * 3 + 1
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, nn.Linear])
+def test_a_frozen_base_keeps_no_input_and_computes_no_gradient(kind):
+    """Kept are the input once, for A, and the low-rank features."""
+    model = nn.Sequential(kind(64, 32))
+    add_lora(model, "0", rank=4, alpha=8)
+    x = torch.randn(10, 64, requires_grad=True)
+    weights = {p.data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def note(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = model(x)
+    assert sorted(kept.values()) == [10 * 4, 10 * 64]
+    y.sum().backward()
+    assert model[0].weight.grad is None and model[0].bias.grad is None
+
+
+@ranks(2)
+def test_sequence_parallel_columns_keep_own_tokens_and_low_rank_features():
+    group = _world()
+    column = nn.Sequential(ColumnParallelLinear(64, 32, sequence_parallel=True, group=group))
+    add_lora(column, "0", rank=4, alpha=8)
+    x = torch.randn(10, 64, requires_grad=True)
+    weights = {p.data_ptr() for p in column.parameters()}
+    kept = {}
+
+    def note(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        column(x)
+    assert sorted(kept.values()) == [20 * 4, 10 * 64]
+
+
+@pytest.mark.parametrize("trained", ["weight", "lora_A.weight", "lora_B.weight"])
+def test_what_is_trained_may_change_at_any_time(trained):
+    model = _adapted(LOCAL)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.get_parameter(f"up.{trained}").requires_grad_()
+    model(torch.ones(3, 8)).sum().backward()
+    grads = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    assert grads == [f"up.{trained}"]
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_base_that_thaws_has_the_gradients_of_one_process(sequence_parallel):
+    group = _world()
+    whole, cut = _adapted(LOCAL), _adapted(group, sequence_parallel=sequence_parallel)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    for block in (whole, cut):
+        block.double().gate.weight.requires_grad_()
+        block.down.lora_B.weight.requires_grad_(False)
+    whole(x.double()).square().sum().backward()
+    own = x.double().chunk(group.size)[group.rank] if sequence_parallel else x.double()
+    cut(own).square().sum().backward()
+    rows = slice(group.rank * 6, group.rank * 6 + 6)
+    assert_close(cut.gate.weight.grad, whole.gate.weight.grad[rows])
+    assert_close(cut.gate.lora_A.weight.grad, whole.gate.lora_A.weight.grad)
+    assert_close(cut.gate.lora_B.weight.grad, whole.gate.lora_B.weight.grad[rows])
+    assert cut.down.lora_B.weight.grad is None
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_blocks_compile_into_one_graph(sequence_parallel):
+    block = _adapted(_world(), sequence_parallel=sequence_parallel)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    for _ in range(2):
+        factors = [p for p in block.parameters() if p.requires_grad]
+        ours = torch.autograd.grad(compiled(x).square().sum(), [x, *factors])
+        theirs = torch.autograd.grad(block(x).square().sum(), [x, *factors])
+        for a, b in zip(ours, theirs, strict=True):
+            assert_close(a, b)
+
+
+def test_torch_layers_compile_into_one_graph():
+    model = nn.Sequential(nn.Embedding(9, 8, padding_idx=3), nn.Linear(8, 8), nn.Linear(8, 9))
+    add_lora(model, "*", rank=2, alpha=4)
+    fill(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = torch.arange(9)
+    assert_close(compiled(ids), model(ids))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "save"])
+def test_copies_have_adapters_of_their_own(way):
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
+    block = nn.Sequential(model, _Block(LOCAL))
+    add_lora(block, ["0.0", "0.1", "gate", "down"], rank=2, alpha=4)
+    fill(block)
+    ids = torch.arange(9)
+    y = block(ids)
+    if way == "deepcopy":
+        twin = copy.deepcopy(block)
+    else:
+        file = io.BytesIO()
+        torch.save(block, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.zero_()
+    assert torch.equal(twin(ids), y)
+    assert len(list(adapted_layers(twin))) == 4
+    twin(ids).sum().backward()
+    assert all(p.grad is not None for p in twin.parameters() if p.requires_grad)
+
+
+def test_packed_columns_of_16_bits_sum_in_their_own_type():
+    column = nn.Sequential(ColumnParallelLinear(8, 8, segments=(Segment(4), Segment(4))))
+    column.to(torch.bfloat16)
+    add_lora(column, "0", rank=2, alpha=4, dtype=torch.float32)
+    assert {p.dtype for p in column.parameters() if p.requires_grad} == {torch.float32}
+    assert column(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_factors_start_by_the_whole_number_of_inputs():
+    model = nn.Sequential(nn.Linear(400, 64))
+    add_lora(model, "0", rank=32, alpha=4, seed=1)
+    a = model[0].lora_A.weight
+    bound = 400**-0.5
+    assert a.abs().max() <= bound and abs(float(a.std()) - bound / 3**0.5) < 0.02 * bound
+    assert not model[0].lora_B.weight.any()
+    assert repr(model[0].lora_A) == "LoraFactor([32, 400])"
+    assert isinstance(model[0].lora_A, LoraFactor)
