@@ -14,9 +14,11 @@ from megablocks_core.parallel.linear import RowParallelLinear as RowParallelLine
 from megablocks_core.parallel.linear import column_linears as column_linears
 from megablocks_core.parallel.linear import gather_features as gather_features
 from megablocks_core.parallel.lora import add_lora as add_lora
-from megablocks_core.parallel.lora import merge_lora as merge_lora
 from megablocks_core.parallel.lora import remove_lora as remove_lora
-from megablocks_core.parallel.lora import unmerge_lora as unmerge_lora
+from megablocks_core.parallel.lora_files import load_lora as load_lora
+from megablocks_core.parallel.lora_files import save_lora as save_lora
+from megablocks_core.parallel.lora_merge import merge_lora as merge_lora
+from megablocks_core.parallel.lora_merge import unmerge_lora as unmerge_lora
 from megablocks_core.parallel.plan import Column as Column
 from megablocks_core.parallel.plan import Row as Row
 from megablocks_core.parallel.tensor_parallelize import gather as gather
