@@ -8,8 +8,9 @@ per start and how that start ended, ``summary.json`` what was found out at the e
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -17,8 +18,10 @@ from typing import Any, NamedTuple
 from megablocks_core.files import read_json, replace_file
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.train.lines import JsonLines, Line, finite, read_lines
+from megablocks_core.train.metrics import Mean
 
 METRICS, RECORD, SUMMARY = "metrics.jsonl", "record.json", "summary.json"
+_AFTER = "after_the_last_line"
 _FATE = ("step", "started", "ended", "error", "recovery_seconds")
 
 
@@ -50,6 +53,7 @@ class RunFolder:
     ) -> None:
         self.path = Path(path)
         self._writes = group.rank == 0
+        self._last_step = step - 1
         self._lines = JsonLines(self.path / METRICS, step=step, group=group)
         if self._writes:
             self._starts = _read_starts(self.path / RECORD)
@@ -62,9 +66,24 @@ class RunFolder:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the line of ``step`` (counted from 0, rising)."""
         self._lines.write(step, values)
+        self._last_step = step
         if self._writes and self._recovers_from is not None:
             self._starts[-1]["recovery_seconds"] = time.time() - self._recovers_from
             self._recovers_from = None
+            self._save()
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Keep what was measured after the last line, such as the seconds of a last checkpoint.
+
+        It goes into the record and is read back as a second line of that step. Called again, it
+        replaces what it kept; when this start has written no line there is nothing to add to.
+        """
+        if self._writes:
+            self._starts[-1][_AFTER] = {
+                "step": self._last_step,
+                "time": time.time(),
+                "values": {name: _pair(value) for name, value in values.items()},
+            }
             self._save()
 
     def __enter__(self) -> RunFolder:
@@ -110,6 +129,7 @@ def read_run(path: str | Path) -> Run:
     if not lines:
         raise ValueError(f"{path / METRICS} must hold at least one whole line")
     starts, summary = _read_starts(path / RECORD), _read_json(path / SUMMARY, missing={})
+    lines = sorted([*lines, *_added(starts)], key=lambda line: line.step)
     return Run(path, lines, starts, summary)
 
 
@@ -124,12 +144,30 @@ def ended_well(start: Mapping[str, Any]) -> bool:
     return start["ended"] is not None and start["error"] is None
 
 
+def _pair(value: float) -> list[float]:
+    return [value.sum, value.count] if isinstance(value, Mean) else [value, 1.0]
+
+
 def _read_starts(path: Path) -> list[dict[str, Any]]:
     starts = _read_json(path, missing=[])
     for start in starts:
         if not isinstance(start, dict) or not start.keys() >= set(_FATE):
             raise ValueError(f"{path}: each start must say {', '.join(_FATE)}")
     return starts
+
+
+def _added(starts: list[dict[str, Any]]) -> Iterator[Line]:
+    """What starts added to a line of theirs that no later start took back."""
+    firsts = [start["step"] for start in starts]
+    for place, start in enumerate(starts):
+        added = start.get(_AFTER)
+        end = min(firsts[place + 1 :], default=math.inf)
+        if added and start["step"] <= added["step"] < end:
+            values = {
+                name: Mean(math.nan if sum is None else sum, count)
+                for name, (sum, count) in added["values"].items()
+            }
+            yield Line(added["step"], added["time"], values)
 
 
 def _read_json(path: Path, *, missing: Any) -> Any:

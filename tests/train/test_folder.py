@@ -1,6 +1,7 @@
 """A run's folder tells every start, its end and its recovery, whatever ended it."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from megablocks_core.groups import Mesh
 from megablocks_core.testing import ranks
 from megablocks_core.train import Mean, RunFolder, add_to_summary, read_run
+from megablocks_core.train.figures import total_of
 from megablocks_core.train.folder import ended_well
 
 
@@ -33,6 +35,20 @@ def test_a_run_in_two_planned_starts(tmp_path):
     ]
     assert all(ended_well(start) and start["ended"] >= start["started"] for start in run.starts)
     assert run.summary == {"a": 1, "b": None}
+
+
+def test_what_comes_after_the_last_line_counts_with_it(tmp_path):
+    for first, last, seconds in ((0, 4, 9.0), (4, 6, 2.0), (5, 5, 7.0)):
+        with RunFolder(tmp_path, record={}, step=first) as run:
+            for step in range(first, last):
+                run.write(step, {"checkpoint_seconds": Mean(1.0, 1)})
+            run.add({"checkpoint_seconds": Mean(0.0)})
+            run.add({"checkpoint_seconds": Mean(seconds, 2), "odd": float("nan")})
+    run = read_run(tmp_path)
+    assert [line.step for line in run.lines] == [0, 1, 2, 3, 3, 4]  # line 5 was taken back
+    total = total_of(run.lines, "checkpoint_seconds")
+    assert (total.sum, total.count) == (5 + 9, 5 + 2)
+    assert math.isnan(run.lines[4].values["odd"])
 
 
 def test_an_error_is_recorded_and_goes_on(tmp_path):
@@ -107,5 +123,7 @@ def test_only_rank_0_writes(tmp_path):
     with RunFolder(tmp_path, record={"rank": group.rank}, group=group) as run:
         run.write(0, {"loss": float(group.rank)})
     group.barrier()
+    run.add({"loss": 2.0})
+    group.barrier()
     assert [start["rank"] for start in json.loads((tmp_path / "record.json").read_text())] == [0]
-    assert read_run(tmp_path).lines[0].values == {"loss": 0.0}
+    assert [line.values for line in read_run(tmp_path).lines] == [{"loss": 0.0}, {"loss": 2.0}]
