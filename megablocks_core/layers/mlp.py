@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from megablocks_core.groups import LOCAL, Group, split_evenly
 from megablocks_core.layers.linear import LinearFactory, apply_each, parallel_linear
+from megablocks_core.parallel import Dropout
 
 
 def _relu_squared(x: Tensor) -> Tensor:
@@ -45,6 +46,7 @@ class MLP(nn.Module):
         ffn_size: F.
         activation: A name of ``ACTIVATIONS``.
         bias: Add biases to both projections.
+        dropout: Of what ``down_proj`` takes.
         sequence_parallel: The ranks hold equal slices of the tokens.
         linear: Builds the projections; default ``parallel_linear``, which see.
         tp: The tensor-parallel ranks.
@@ -62,6 +64,7 @@ class MLP(nn.Module):
         *,
         activation: str = "gelu",
         bias: bool = True,
+        dropout: Dropout | None = None,
         sequence_parallel: bool = False,
         linear: LinearFactory | None = None,
         tp: Group = LOCAL,
@@ -69,7 +72,8 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        split_evenly(ffn_size, group=tp, name="ffn_size")
+        self.features = split_evenly(ffn_size, group=tp, name="ffn_size")
+        self.dropout = dropout or Dropout(0.0)
         self.activation = _activation(activation)
         build = partial(
             linear or parallel_linear,
@@ -82,9 +86,19 @@ class MLP(nn.Module):
         self.up_proj = build(hidden_size, ffn_size, parallel_mode="column")
         self.down_proj = build(ffn_size, hidden_size, parallel_mode="row")
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        """Apply the layer to every token."""
-        return self.down_proj(self.activation(self.up_proj(x_TH)))
+    def forward(self, x_TH: Tensor, *, dropout_index: Tensor | None = None) -> Tensor:
+        """Apply the layer to every token.
+
+        Args:
+            x_TH: Input [... T H].
+            dropout_index: ``DropoutKey.index`` of all T tokens [... T], if the layer drops.
+
+        Raises:
+            ValueError: The layer drops, and ``dropout_index`` is missing.
+        """
+        y_Tf = self.activation(self.up_proj(x_TH))
+        first = self.features.start
+        return self.down_proj(self.dropout(y_Tf, index=dropout_index, first_feature=first))
 
 
 class GatedMLP(nn.Module):
@@ -98,6 +112,7 @@ class GatedMLP(nn.Module):
         ffn_size: F.
         activation: A name of ``ACTIVATIONS``.
         bias: Add biases to all three projections.
+        dropout: Of what ``down_proj`` takes.
         sequence_parallel: The ranks hold equal slices of the tokens.
         linear: Builds the projections; default ``parallel_linear``, which see.
         tp: The tensor-parallel ranks.
@@ -115,6 +130,7 @@ class GatedMLP(nn.Module):
         *,
         activation: str = "silu",
         bias: bool = False,
+        dropout: Dropout | None = None,
         sequence_parallel: bool = False,
         linear: LinearFactory | None = None,
         tp: Group = LOCAL,
@@ -122,7 +138,8 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        split_evenly(ffn_size, group=tp, name="ffn_size")
+        self.features = split_evenly(ffn_size, group=tp, name="ffn_size")
+        self.dropout = dropout or Dropout(0.0)
         self.activation = _activation(activation)
         build = partial(
             linear or parallel_linear,
@@ -136,10 +153,12 @@ class GatedMLP(nn.Module):
         self.up_proj = build(hidden_size, ffn_size, parallel_mode="column")
         self.down_proj = build(ffn_size, hidden_size, parallel_mode="row")
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        """Apply the layer to every token."""
+    def forward(self, x_TH: Tensor, *, dropout_index: Tensor | None = None) -> Tensor:
+        """Apply the layer to every token, as ``MLP`` does."""
         gate_Tf, up_Tf = apply_each(x_TH, self.gate_proj, self.up_proj)
-        return self.down_proj(self.activation(gate_Tf) * up_Tf)
+        y_Tf = self.activation(gate_Tf) * up_Tf
+        first = self.features.start
+        return self.down_proj(self.dropout(y_Tf, index=dropout_index, first_feature=first))
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -4,6 +4,7 @@ from megablocks_core.parallel.clip import clip_grad_norm_ as clip_grad_norm_
 from megablocks_core.parallel.cross_entropy import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )
+from megablocks_core.parallel.dropout import Dropout as Dropout
 from megablocks_core.parallel.dropout import DropoutKey as DropoutKey
 from megablocks_core.parallel.dropout import dropout as dropout
 from megablocks_core.parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megablocks_core.parallel.counter import as_word, bits_of, key_of
 
@@ -87,6 +87,54 @@ def dropout(
     if p == 0:
         return x_TF
     return _Dropout.apply(x_TF, index, float(p), _stream_key(stream), first_feature)
+
+
+class Dropout(nn.Module):
+    """``dropout`` in training, at a layer's own rate and stream; in evaluation the identity.
+
+    Args:
+        p: Probability of zero.
+        stream: Name of the layer, which other layers of the model must not have.
+
+    Raises:
+        ValueError: ``p`` is no probability, or it is above zero and ``stream`` is "".
+    """
+
+    def __init__(self, p: float, *, stream: str = "") -> None:
+        super().__init__()
+        check_probability(p, "p")
+        if p and not stream:
+            raise ValueError(f"stream={stream!r} must name the layer that drops, p={p}")
+        self.p, self.stream = float(p), stream
+
+    @property
+    def drops(self) -> bool:
+        """Whether calling it would drop anything."""
+        return self.training and self.p > 0
+
+    def forward(self, x_TF: Tensor, *, index: Tensor | None, first_feature: int = 0) -> Tensor:
+        """Drop; ``index`` may be ``None`` where nothing drops.
+
+        Raises:
+            ValueError: ``index`` is missing, or see ``dropout``.
+        """
+        if not self.drops:
+            return x_TF
+        index = self.required(index)
+        return dropout(x_TF, self.p, stream=self.stream, index=index, first_feature=first_feature)
+
+    def required(self, index: Tensor | None) -> Tensor:
+        """``index``, which must be there."""
+        if index is None:
+            raise ValueError(
+                f"dropout_index=None must be the words of DropoutKey.index, because "
+                f"{self.stream!r} drops in training with p={self.p}"
+            )
+        return index
+
+    def extra_repr(self) -> str:
+        """Rate and stream."""
+        return f"p={self.p}, stream={self.stream!r}"
 
 
 def check_probability(p: float, name: str) -> None:

@@ -1,6 +1,7 @@
 """Causal attention by torch's fused kernels, over whole rows or over packed documents.
 
-No mask is built: documents that share a row are attended to one by one.
+No mask is built: documents that share a row are attended to one by one. Where probabilities
+are dropped (``dropping``) they are computed in the open, which is slower and takes their room.
 
 Dimensions: B rows, T tokens, N query heads, K key and value heads, D features of a head,
 E documents.
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megablocks_core.layers.attention.dropping import Dropped, attend_dropping
+
 
 def causal_attention(
     q_BTND: Tensor,
@@ -21,6 +24,7 @@ def causal_attention(
     *,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
+    dropped: Dropped | None = None,
 ) -> Tensor:
     """``softmax(q k^T / sqrt(D)) v`` over the tokens up to each one's own: [B T N D].
 
@@ -28,7 +32,8 @@ def causal_attention(
     is one row, and the result is what the documents give one by one. Tokens of no document
     give zero and receive no gradient. The boundaries are read on the host. Sends nothing.
     Saved for backward: q, k, v, the result and one float a token and head; compiled with
-    documents q, k and v only, and the product is computed again.
+    documents q, k and v only, and the product is computed again. With ``dropped`` they are what
+    ``attend_dropping`` says.
 
     Args:
         q_BTND: Queries.
@@ -37,6 +42,7 @@ def causal_attention(
         cu_seqlens: Sums of the documents' lengths, from 0 [E+1].
         cu_seqlens_padded: Where documents are stored, if pads lie between them: the sums of
             their lengths with pads [E+1].
+        dropped: Which probabilities are dropped.
 
     Raises:
         ValueError: Documents with more than one row, documents that are longer than their
@@ -45,13 +51,15 @@ def causal_attention(
     if cu_seqlens is None:
         if cu_seqlens_padded is not None:
             raise ValueError("cu_seqlens_padded must come with cu_seqlens")
-        return _attend(q_BTND, k_BTKD, v_BTKD)
+        return _attend(q_BTND, k_BTKD, v_BTKD, dropped)
     if q_BTND.shape[0] != 1:
         raise ValueError(f"cu_seqlens must come with one row of tokens, not {q_BTND.shape[0]}")
     places = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     if torch.compiler.is_compiling():
-        return _packed_op(q_BTND, k_BTKD, v_BTKD, cu_seqlens, places)
-    return _packed(q_BTND, k_BTKD, v_BTKD, _pieces(cu_seqlens, places, q_BTND.shape[1]))
+        p, stream, index_BTN = dropped or (0.0, "", None)
+        return _packed_op(q_BTND, k_BTKD, v_BTKD, cu_seqlens, places, index_BTN, p, stream)
+    pieces = _pieces(cu_seqlens, places, q_BTND.shape[1])
+    return _packed(q_BTND, k_BTKD, v_BTKD, pieces, dropped)
 
 
 def document_positions(
@@ -63,23 +71,39 @@ def document_positions(
     return index_T - places[torch.searchsorted(places, index_T, right=True) - 1]
 
 
-def _attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+def _attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, dropped: Dropped | None) -> Tensor:
+    if dropped is not None:
+        return attend_dropping(q_BTND, k_BTKD, v_BTKD, dropped)
     q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD))
     grouped = q.shape[1] != k.shape[1]
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
-def _packed(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, pieces: Sequence[int]) -> Tensor:
+def _packed(
+    q_BTND: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    pieces: Sequence[int],
+    dropped: Dropped | None,
+) -> Tensor:
     """Attention over pieces of the row that are a document, pads, a document, pads, ..."""
     outputs = []
     # One split and one concatenation: a slice per document would write a whole row of zeros
     # for each of them in backward.
     splits = (x.split(list(pieces), dim=1) for x in (q_BTND, k_BTKD, v_BTKD))
-    for index, (q, k, v) in enumerate(zip(*splits, strict=True)):
+    drops = _split_dropped(dropped, pieces)
+    for index, (q, k, v, drop) in enumerate(zip(*splits, drops, strict=True)):
         # The first document is attended to even if empty: a row of pads has gradients too, zeros.
         if index == 0 or q.shape[1]:
-            outputs.append(_attend(q, k, v) if index % 2 == 0 else torch.zeros_like(q))
+            outputs.append(_attend(q, k, v, drop) if index % 2 == 0 else torch.zeros_like(q))
     return torch.cat(outputs, dim=1)
+
+
+def _split_dropped(dropped: Dropped | None, pieces: Sequence[int]) -> Sequence[Dropped | None]:
+    if dropped is None:
+        return [None] * len(pieces)
+    words = dropped.index_BTN.split(list(pieces), dim=1)
+    return [dropped._replace(index_BTN=piece) for piece in words]
 
 
 def _pieces(cu_seqlens: Tensor, places: Tensor, num_tokens: int) -> list[int]:
@@ -107,38 +131,57 @@ def _pieces(cu_seqlens: Tensor, places: Tensor, num_tokens: int) -> list[int]:
 
 
 @torch.library.custom_op("megablocks_core::packed_attention", mutates_args=())
-def _packed_op(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, places: Tensor) -> Tensor:
-    return _packed(q, k, v, _pieces(cu_seqlens, places, q.shape[1])).contiguous()
+def _packed_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    places: Tensor,
+    index: Tensor | None,
+    p: float,
+    stream: str,
+) -> Tensor:
+    dropped = None if index is None else Dropped(p, stream, index)
+    return _packed(q, k, v, _pieces(cu_seqlens, places, q.shape[1]), dropped).contiguous()
 
 
 @torch.library.custom_op("megablocks_core::packed_attention_backward", mutates_args=())
 def _packed_backward_op(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, places: Tensor
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    places: Tensor,
+    index: Tensor | None,
+    p: float,
+    stream: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     pieces = _pieces(cu_seqlens, places, q.shape[1])
-    pull = torch.func.vjp(lambda q, k, v: _packed(q, k, v, pieces), q, k, v)[1]
+    dropped = None if index is None else Dropped(p, stream, index)
+    pull = torch.func.vjp(lambda q, k, v: _packed(q, k, v, pieces, dropped), q, k, v)[1]
     dq, dk, dv = (grad.contiguous() for grad in pull(dy))
     return dq, dk, dv
 
 
 @_packed_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, places: Tensor) -> Tensor:
+def _(q: Tensor, *others: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
 @_packed_backward_op.register_fake
-def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, places: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.p, ctx.stream = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_packed_backward_op(dy, *ctx.saved_tensors), None, None)
+    grads = _packed_backward_op(dy, *ctx.saved_tensors, ctx.p, ctx.stream)
+    return (*grads, None, None, None, None, None)
 
 
 _packed_op.register_autograd(_backward, setup_context=_save)

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, Segment, split_evenly
 from megablocks_core.layers.attention.causal import causal_attention
+from megablocks_core.layers.attention.dropping import Dropped, index_of_heads
 from megablocks_core.layers.linear import LinearFactory, apply_each, parallel_linear
 from megablocks_core.layers.norm import on_part
 from megablocks_core.layers.rotary import RotaryEmbedding, rotate
+from megablocks_core.parallel import Dropout
 
 Norms = Sequence[Callable[[Tensor], Tensor]]
 
@@ -40,6 +42,7 @@ class Attention(nn.Module):
         head_dim: D; default H / N.
         bias: Biases of all four projections; "qkv" for those of the inputs alone.
         rotary: Position embedding; ``None`` for none.
+        dropout: Of attention probabilities; with it they are computed in the open.
         sequence_parallel: The ranks hold equal slices of the tokens.
         linear: Builds the projections; default ``parallel_linear``, which see.
         norm: Builds the norms of query and key heads from ``head_dim``; ``None`` for none.
@@ -51,7 +54,7 @@ class Attention(nn.Module):
         ValueError: Heads do not divide evenly over each other or over ``tp``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is an option of its own)
         self,
         hidden_size: int,
         num_heads: int,
@@ -60,6 +63,7 @@ class Attention(nn.Module):
         head_dim: int | None = None,
         bias: bool | Literal["qkv"] = False,
         rotary: RotaryEmbedding | None = None,
+        dropout: Dropout | None = None,
         sequence_parallel: bool = False,
         linear: LinearFactory | None = None,
         norm: Callable[..., nn.Module] | None = None,
@@ -70,6 +74,7 @@ class Attention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = _head_dim(hidden_size, num_heads, head_dim)
+        self.heads = split_evenly(num_heads, group=tp, name="num_heads")
         kv_segments = _kv_segments(num_heads, num_kv_heads, self.head_dim, tp)
         self.sequence_parallel, self.tp = sequence_parallel, tp
         build = partial(
@@ -88,6 +93,7 @@ class Attention(nn.Module):
         self.q_norm = norm and norm(self.head_dim, device=device, dtype=dtype)
         self.k_norm = norm and norm(self.head_dim, device=device, dtype=dtype)
         self.rotary = rotary
+        self.dropout = dropout or Dropout(0.0)
 
     def forward(
         self,
@@ -99,6 +105,7 @@ class Attention(nn.Module):
         cu_seqlens_padded: Tensor | None = None,
         tables: tuple[Tensor, Tensor] | None = None,
         norms: Norms | None = None,
+        dropout_index: Tensor | None = None,
     ) -> Tensor:
         """Attend over each row, or over each document of one row.
 
@@ -111,9 +118,11 @@ class Attention(nn.Module):
             cu_seqlens_padded: Where documents are stored, if pads lie between them [E+1].
             tables: ``rotary(positions)``, if a model has computed them for all its layers.
             norms: ``on_part(q_norm, k_norm)``, if a block has them in one message with others.
+            dropout_index: ``DropoutKey.index`` of all T tokens [... T], if probabilities drop.
 
         Raises:
-            ValueError: ``positions`` are not those of T tokens, or see ``causal_attention``.
+            ValueError: ``positions`` are not those of T tokens, ``dropout_index`` is missing, or
+                see ``causal_attention``.
         """
         projections = apply_each(x_TH, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projections)
@@ -129,8 +138,20 @@ class Attention(nn.Module):
             q, k = rotate(q, cos_Tr, sin_Tr), rotate(k, cos_Tr, sin_Tr)
         rows = q.shape[:-3]
         q, k, v = (y.reshape(-1, *y.shape[-3:]) for y in (q, k, v))
-        y = causal_attention(q, k, v, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
+        y = causal_attention(
+            q,
+            k,
+            v,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_padded=cu_seqlens_padded,
+            dropped=self._dropped(dropout_index) if self.dropout.drops else None,
+        )
         return self.o_proj(y.reshape(*rows, y.shape[1], -1))
+
+    def _dropped(self, dropout_index: Tensor | None) -> Dropped:
+        index_Tn = index_of_heads(self.dropout.required(dropout_index), self.heads)
+        index_BTn = index_Tn.reshape(-1, *index_Tn.shape[-2:])
+        return Dropped(self.dropout.p, self.dropout.stream, index_BTn)
 
 
 def _head_dim(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
@@ -145,7 +166,6 @@ def _kv_segments(
     num_heads: int, num_kv_heads: int, head_dim: int, tp: Group
 ) -> tuple[Segment, ...]:
     """How key and value features are cut: no rank holds a part of a head."""
-    split_evenly(num_heads, group=tp, name="num_heads")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
     if num_kv_heads % tp.size and tp.size % num_kv_heads:
