@@ -5,6 +5,8 @@ from megablocks_core.train.evaluate import next_token_loss as next_token_loss
 from megablocks_core.train.folder import RunFolder as RunFolder
 from megablocks_core.train.folder import add_to_summary as add_to_summary
 from megablocks_core.train.folder import read_run as read_run
+from megablocks_core.train.guard import FiniteGuard as FiniteGuard
+from megablocks_core.train.guard import SpikeGuard as SpikeGuard
 from megablocks_core.train.lines import JsonLines as JsonLines
 from megablocks_core.train.lines import read_lines as read_lines
 from megablocks_core.train.machine import matmul_peak as matmul_peak
