@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from megablocks_core.groups import LOCAL, Mesh, marks
 from megablocks_core.layers.attention import Attention
 from megablocks_core.layers.attention.causal import document_positions
+from megablocks_core.layers.dropping import ids_of_tokens, own_tokens
 from megablocks_core.layers.linear import LinearFactory, blank_linear
 from megablocks_core.layers.mlp import GatedMLP
 from megablocks_core.layers.norm import RMSNorm, on_part
@@ -22,6 +23,8 @@ from megablocks_core.layers.rotary import RotaryEmbedding
 from megablocks_core.layers.spec import DecoderSpec
 from megablocks_core.parallel import (
     ColumnParallelLinear,
+    Dropout,
+    DropoutKey,
     VocabParallelEmbedding,
     gather_features,
 )
@@ -54,8 +57,14 @@ class DecoderLayer(nn.Module):
     Args:
         hidden_size: H.
         attention: Called as ``Attention`` is.
-        feed_forward: From tensor to tensor.
+        feed_forward: From tensor to tensor; one whose attribute ``dropout`` is a ``Dropout`` is
+            also handed ``dropout_index``.
         norm: Builds a norm from ``hidden_size``.
+        hidden_dropout: Dropout of what the two layers add.
+        stream: Name of the block, if it drops.
+
+    Raises:
+        ValueError: ``hidden_dropout`` is no probability, or comes without ``stream``.
     """
 
     def __init__(
@@ -65,18 +74,43 @@ class DecoderLayer(nn.Module):
         attention: Attention,
         feed_forward: nn.Module,
         norm: Callable[[int], nn.Module],
+        hidden_dropout: float = 0.0,
+        stream: str = "",
     ) -> None:
         super().__init__()
         self.self_attn = attention
         self.mlp = feed_forward
         self.input_layernorm = norm(hidden_size)
         self.post_attention_layernorm = norm(hidden_size)
+        self.post_attention_dropout, self.post_mlp_dropout = (
+            Dropout(hidden_dropout, stream=stream and f"{stream}.{name}")
+            for name in ("post_attention_dropout", "post_mlp_dropout")
+        )
 
-    def forward(self, x_TH: Tensor, **attention_inputs: Any) -> Tensor:
-        """Apply the block; keyword arguments are those of the attention."""
+    def forward(
+        self, x_TH: Tensor, *, dropout_index: Tensor | None = None, **attention_inputs: Any
+    ) -> Tensor:
+        """Apply the block.
+
+        Args:
+            x_TH: Input [... T H].
+            dropout_index: ``DropoutKey.index`` of all T tokens [... T], if the block drops.
+            **attention_inputs: Those of the attention.
+        """
         first_norm, second_norm, *head_norms = self._norms()
-        x_TH = x_TH + self.self_attn(first_norm(x_TH), norms=head_norms, **attention_inputs)
-        return x_TH + self.mlp(second_norm(x_TH))
+        words = {} if dropout_index is None else {"dropout_index": dropout_index}
+        attended_TH = self.self_attn(
+            first_norm(x_TH), norms=head_norms, **words, **attention_inputs
+        )
+        own_index = own_tokens(
+            dropout_index,
+            sequence_parallel=self.self_attn.sequence_parallel,
+            group=self.self_attn.tp,
+        )
+        x_TH = x_TH + self.post_attention_dropout(attended_TH, index=own_index)
+        drops = isinstance(getattr(self.mlp, "dropout", None), Dropout)
+        mlp_TH = self.mlp(second_norm(x_TH), **(words if drops else {}))
+        return x_TH + self.post_mlp_dropout(mlp_TH, index=own_index)
 
     def _norms(self) -> list[Callable[[Tensor], Tensor]]:
         attention = self.self_attn
@@ -112,7 +146,8 @@ class Decoder(nn.Module):
     inside. ``docs/traffic.md`` has the formulas.
 
     One draw from torch's default generator is the seed of all values; each depends on that,
-    its parameter's name and its place in the whole tensor alone.
+    its parameter's name and its place in the whole tensor alone. What is dropped in training
+    follows from the ``DropoutKey`` of each call.
 
     Args:
         spec: Sizes and features.
@@ -159,17 +194,15 @@ class Decoder(nn.Module):
         layers = [
             DecoderLayer(
                 spec.hidden_size,
-                attention=_attention(spec, self.rotary, make_norm, projections),
-                feed_forward=(experts or GatedMLP)(
-                    spec.hidden_size,
-                    spec.ffn_size,
-                    activation=spec.activation,
-                    bias=spec.mlp_bias,
-                    **projections,
+                attention=_attention(
+                    spec, self.rotary, make_norm, f"{name}.self_attn", projections
                 ),
+                feed_forward=_feed_forward(spec, experts or GatedMLP, f"{name}.mlp", projections),
                 norm=make_norm,
+                hidden_dropout=spec.hidden_dropout,
+                stream=name,
             )
-            for _ in range(spec.num_layers)
+            for name in (f"model.layers.{number}" for number in range(spec.num_layers))
         ]
         # Values are drawn once, at the end.
         blank = {**parallel, "group": self.tp, "device": "meta"}
@@ -182,6 +215,8 @@ class Decoder(nn.Module):
         )
         self.model = _Trunk(embedding.to_empty(device=where), layers, make_norm(spec.hidden_size))
         self.lm_head = head.to_empty(device=where)
+        self.embedding_dropout = Dropout(spec.hidden_dropout, stream="model.embed_tokens")
+        self._drops = any(isinstance(part, Dropout) and part.p for part in self.modules())
         self._tie()
         self.register_load_state_dict_post_hook(_tie_again)
         self.reset_parameters()
@@ -221,6 +256,8 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         cu_seqlens_padded: Tensor | None = None,
+        dropout: DropoutKey | None = None,
+        sample_ids: Tensor | None = None,
         gather_logits: bool = False,
     ) -> DecoderOutput:
         """Logits for rows of tokens, or for documents packed into one row.
@@ -233,19 +270,38 @@ class Decoder(nn.Module):
                 itself alone.
             max_seqlen: Length of the longest document, for back ends that ask for it.
             cu_seqlens_padded: Where documents are stored, if pads lie between them [E+1].
+            dropout: Seed and step of what is dropped in training.
+            sample_ids: The number of each row's sample, or each document's, in the data set or
+                the global batch: integers [...] or [E]. With them the masks are the same in any
+                micro-batches and on any data-parallel ranks. By default rows or documents count
+                from 0, so that other micro-batches and ranks drop alike unless their step differs.
             gather_logits: All-gather the logits; all ranks must go on with them alike.
+
+        Raises:
+            ValueError: Something drops and ``dropout`` is missing, ``sample_ids`` has another
+                shape, or see ``Attention``.
         """
         num_tokens = tokens_T.shape[-1]
         if positions is None and cu_seqlens is not None:
             positions = document_positions(num_tokens, cu_seqlens, cu_seqlens_padded)
         elif positions is None:
             positions = torch.arange(num_tokens, device=tokens_T.device)
+        index_T = None
+        if self.training and self._drops and dropout is None:
+            raise ValueError("dropout=None must be a DropoutKey in training, because layers drop")
+        if self.training and dropout is not None:
+            places = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+            ids = ids_of_tokens(sample_ids, tokens_T, places)
+            index_T = dropout.index(ids, positions).expand_as(tokens_T)
         if self.sequence_parallel:
             # Pads come last and belong to no document, so that no token attends to them.
-            missing = -num_tokens % self.tp.size
-            tokens_T, positions = pad(tokens_T, (0, missing)), pad(positions, (0, missing))
+            missing = (0, -num_tokens % self.tp.size)
+            tokens_T, positions = pad(tokens_T, missing), pad(positions, missing)
+            index_T = None if index_T is None else pad(index_T, missing)
 
         x_tH = self.model.embed_tokens(tokens_T)
+        own_index = own_tokens(index_T, sequence_parallel=self.sequence_parallel, group=self.tp)
+        x_tH = self.embedding_dropout(x_tH, index=own_index)
         tables = self.rotary(positions, dtype=x_tH.dtype)
         for layer in self.model.layers:
             x_tH = layer(
@@ -255,6 +311,7 @@ class Decoder(nn.Module):
                 max_seqlen=max_seqlen,
                 cu_seqlens_padded=cu_seqlens_padded,
                 tables=tables,
+                dropout_index=index_T,
             )
         (last_norm,) = on_part(self.model.norm, group=self.tp if self.sequence_parallel else LOCAL)
         logits_Tv = self.lm_head(last_norm(x_tH))[..., :num_tokens, :]
@@ -295,6 +352,7 @@ def _attention(
     spec: DecoderSpec,
     rotary: RotaryEmbedding,
     norm: Callable[..., nn.Module],
+    stream: str,
     projections: dict[str, Any],
 ) -> Attention:
     return Attention(
@@ -304,6 +362,22 @@ def _attention(
         head_dim=spec.head_dim,
         bias=spec.attention_bias,
         rotary=rotary,
+        dropout=Dropout(spec.attention_dropout, stream=stream),
         norm=norm if spec.qk_norm else None,
+        **projections,
+    )
+
+
+def _feed_forward(
+    spec: DecoderSpec, build: Callable[..., nn.Module], stream: str, projections: dict[str, Any]
+) -> nn.Module:
+    drops = spec.activation_dropout > 0  # What experts= builds need not know of it otherwise.
+    dropout = {"dropout": Dropout(spec.activation_dropout, stream=stream)} if drops else {}
+    return build(
+        spec.hidden_size,
+        spec.ffn_size,
+        activation=spec.activation,
+        bias=spec.mlp_bias,
+        **dropout,
         **projections,
     )

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megablocks_core.layers.mlp import ACTIVATIONS
 from megablocks_core.layers.rotary import check_scaling
+from megablocks_core.parallel.dropout import check_probability
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,18 @@ class DecoderSpec:
         rope_base: Base of the rotary frequencies.
         rope_scaling: A ``rope_scaling`` dict, or ``None``.
         tied: The head's weight is the embedding's.
+        attention_dropout: Dropout of attention probabilities.
+        hidden_dropout: Dropout of embeddings, and of what each attention and feed-forward layer
+            adds to the residual stream.
+        activation_dropout: Dropout inside the feed-forward layers.
         initializer_range: Standard deviation of the initial values.
         pad_token_id: A token whose embedding is zero at first and receives no gradient.
         family: ``model_type`` in a config.
         extra: Entries of a config that do not change the model, such as ``eos_token_id``.
 
     Raises:
-        ValueError: A size is not positive, heads do not divide, or a name is unknown.
+        ValueError: A size is not positive, heads do not divide, a name is unknown, or a dropout
+            is no probability.
     """
 
     vocab_size: int
@@ -58,6 +64,9 @@ class DecoderSpec:
     rope_base: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     tied: bool = False
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    activation_dropout: float = 0.0
     initializer_range: float = 0.02
     pad_token_id: int | None = None
     family: str = "llama"
@@ -81,6 +90,8 @@ class DecoderSpec:
             raise ValueError(
                 f"pad_token_id={self.pad_token_id} must be a token below {self.vocab_size}"
             )
+        for name in ("attention_dropout", *_OWN_DROPOUTS):
+            check_probability(getattr(self, name), name)
         object.__setattr__(self, "rope_scaling", check_scaling(self.rope_scaling))
         if self.family not in _FAMILIES:
             raise ValueError(f"family={self.family!r} must be one of {', '.join(_FAMILIES)}")
@@ -133,6 +144,10 @@ class DecoderSpec:
             value = getattr(self, name)
             if value != fixed.get(name, bool(value)):
                 raise ValueError(f"{name}={value!r} has no place in a config of {self.family!r}")
+        for name in _OWN_DROPOUTS:
+            if getattr(self, name):
+                rate = getattr(self, name)
+                raise ValueError(f"{name}={rate} has no place in a config of {self.family!r}")
         for name in fixed:
             config.pop(name, None)
         if self.family == "mistral":
@@ -156,9 +171,12 @@ _OPTIONS = {
     "attention_bias": "attention_bias",
     "mlp_bias": "mlp_bias",
     "tie_word_embeddings": "tied",
+    "attention_dropout": "attention_dropout",
     "initializer_range": "initializer_range",
     "pad_token_id": "pad_token_id",
 }
+# Dropouts that configs of these families do not have.
+_OWN_DROPOUTS = ("hidden_dropout", "activation_dropout")
 # What a family fixes and its config has no say in.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False},

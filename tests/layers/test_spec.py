@@ -69,7 +69,8 @@ def test_older_names_of_the_rotary_entries_are_read():
     [
         ({"model_type": "gpt2"}, "model_type='gpt2'"),
         ({"model_type": "llama", "hidden_size": 8}, "must have 'vocab_size'"),
-        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"hidden_dropout": 0.1}, "hidden_dropout"),
+        ({"attention_dropout": 1.5}, "attention_dropout=1.5 must lie between 0 and 1"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"sliding_window": 128}, "sliding_window"),
         ({"num_experts": 8}, "num_experts"),
@@ -101,12 +102,28 @@ def test_entries_that_are_off_are_accepted():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"qk_norm": True}, {"attention_bias": "qkv"}], ids=lambda fields: str(fields)
+    "fields",
+    [
+        {"qk_norm": True},
+        {"attention_bias": "qkv"},
+        {"hidden_dropout": 0.1},
+        {"activation_dropout": 0.1},
+    ],
+    ids=lambda fields: str(fields),
 )
 def test_features_that_a_family_cannot_name_are_not_written(fields):
     spec = DecoderSpec(97, 32, 48, 2, 4, 2, 8, **fields)
     with pytest.raises(ValueError, match=next(iter(fields))):
         spec.to_hf()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_attention_dropout_is_that_of_the_config(family):
+    config = {**_llama(attention_dropout=0.25), "model_type": family, "sliding_window": None}
+    spec = DecoderSpec.from_hf(config)
+    assert spec.attention_dropout == 0.25
+    assert DecoderSpec.from_hf(spec.to_hf()) == spec
+    assert AutoConfig.for_model(**spec.to_hf()).attention_dropout == 0.25
 
 
 def test_unknown_families_raise():
