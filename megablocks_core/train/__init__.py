@@ -1,10 +1,12 @@
 """Parts of a training loop that you write: metrics, timing, evaluation, and the report."""
 
+from megablocks_core.train.determinism import assert_deterministic as assert_deterministic
 from megablocks_core.train.evaluate import evaluate as evaluate
 from megablocks_core.train.evaluate import next_token_loss as next_token_loss
 from megablocks_core.train.folder import RunFolder as RunFolder
 from megablocks_core.train.folder import add_to_summary as add_to_summary
 from megablocks_core.train.folder import read_run as read_run
+from megablocks_core.train.garbage import collect_every as collect_every
 from megablocks_core.train.guard import FiniteGuard as FiniteGuard
 from megablocks_core.train.guard import SpikeGuard as SpikeGuard
 from megablocks_core.train.lines import JsonLines as JsonLines
@@ -34,5 +36,6 @@ from megablocks_core.train.schedule import (
     warmup_stable_decay_schedule as warmup_stable_decay_schedule,
 )
 from megablocks_core.train.scheduled import Scheduled as Scheduled
+from megablocks_core.train.stop import StopAfter as StopAfter
 from megablocks_core.train.timing import StepTimer as StepTimer
 from megablocks_core.train.watch import watch as watch
