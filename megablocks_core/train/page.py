@@ -5,23 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from megablocks_core.train.figures import FIGURES, total_of
 from megablocks_core.train.folder import Run, ended_well
-
-# What a step's time is shown as: metric, words, colour (Okabe and Ito).
-_PHASES = (
-    ("data_seconds", "data", "#e69f00"),
-    ("forward_seconds", "forward", "#56b4e9"),
-    ("backward_seconds", "backward", "#0072b2"),
-    ("reduction_seconds", "gradient reduction", "#cc79a7"),
-    ("optimizer_seconds", "optimizer", "#009e73"),
-)
-_OTHER = ("other", "#c4c8ce")
+from megablocks_core.train.speed import shares_of_step
 
 _CSS = """
 :root { color: #22262c; background: #fff; font: 15px/1.5 system-ui, sans-serif; }
@@ -49,31 +40,65 @@ code, pre { font: .85rem/1.5 ui-monospace, monospace; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f7f8; padding: .9rem 1rem; }
 summary { cursor: pointer; }
 @media (max-width: 600px) { .tiles { grid-template-columns: repeat(2, 1fr); } }
+@media print {
+  :root { font-size: 12px; }
+  body { max-width: none; margin: 0; }
+  h2 { break-after: avoid; }
+  img, tr, .tiles, .bar { break-inside: avoid; }
+  .bar, .legend i { print-color-adjust: exact; }
+  details::details-content { content-visibility: visible; block-size: auto; }
+}
 """
 
 
-def page(run: Run, present: Mapping[str, float], absent: Mapping[str, str], picture: bytes) -> str:
+class Pictures(NamedTuple):
+    """Pictures of a run, as PNG; ``None`` where it has nothing to show."""
+
+    losses: bytes
+    speed: bytes | None = None
+    layers: bytes | None = None
+
+
+def page(
+    run: Run, present: Mapping[str, float], absent: Mapping[str, str], pictures: Pictures
+) -> str:
     """The report of ``run`` with its hard metrics and the reasons for absent ones."""
-    name = escape(run.path.resolve().name)
-    encoded = base64.b64encode(picture).decode()
+    name = run.path.resolve().name
     parts = [
-        f"<h1>{name}</h1>",
+        f"<h1>{escape(name)}</h1>",
         f'<p class="lead">{_lead(run, present)}</p>',
         _tiles(present),
-        f'<img src="data:image/png;base64,{encoded}" alt="Loss over steps">',
+        image(pictures.losses, "Loss over steps"),
         _step_time(run),
+        image(pictures.speed, "Tokens a second, and phases of a step, over steps"),
         _figures(present, absent),
+        "" if pictures.layers is None else "<h2>Layers</h2>",
+        image(pictures.layers, "Gradient norm and output of each layer over steps"),
         _distance(run.summary.get("layout_distance")),
         _sample(run.summary.get("sample")),
         _starts(run),
         _record(run),
     ]
+    return document(name, parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A page of its own that holds the ``parts``, which are HTML."""
     body = "\n".join(part for part in parts if part)
     return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{name}</title>\n'
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f"<title>{escape(title)}</title>\n"
         f'<meta name="viewport" content="width=device-width">\n<style>{_CSS}</style>\n'
         f"<body>\n{body}\n</body>\n</html>\n"
     )
+
+
+def image(png: bytes | None, words: str) -> str:
+    """A picture inside the page; nothing for ``None``."""
+    if png is None:
+        return ""
+    encoded = base64.b64encode(png).decode()
+    return f'<img src="data:image/png;base64,{encoded}" alt="{words}">'
 
 
 def shown(value: float, unit: str) -> str:
@@ -129,21 +154,23 @@ def _step_time(run: Run) -> str:
     step = total_of(run.lines, "step_seconds")
     if not step.sum:
         return ""
-    parts = [
-        (words, colour, total_of(run.lines, name).sum / step.sum) for name, words, colour in _PHASES
+    parts = [part for part in shares_of_step(run.lines) if part[2] >= 0.0005 * step]
+    return "<h2>Where a step's time goes</h2>\n" + step_bar(parts)
+
+
+def step_bar(parts: Sequence[tuple[str, str, float]]) -> str:
+    """A bar of parts (words, colour, seconds), and what they mean."""
+    whole = math.fsum(seconds for _, _, seconds in parts)
+    bar = [
+        f'<div style="flex:{seconds / whole:.4f};background:{color}"></div>'
+        for _, color, seconds in parts
     ]
-    rest = max(0.0, 1.0 - math.fsum(share for _, _, share in parts))
-    parts = [part for part in [*parts, (*_OTHER, rest)] if part[2] >= 0.0005]
-    bar = [f'<div style="flex:{share:.4f};background:{c}"></div>' for _, c, share in parts]
     legend = [
-        f'<span><i style="background:{colour}"></i>{words} '
-        f"{1000 * share * step:.3g} ms, {100 * share:.1f} %</span>"
-        for words, colour, share in parts
+        f'<span><i style="background:{color}"></i>{words} '
+        f"{_milliseconds(seconds)}, {100 * seconds / whole:.1f} %</span>"
+        for words, color, seconds in parts
     ]
-    return (
-        f'<h2>Where a step\'s time goes</h2>\n<div class="bar">{"".join(bar)}</div>\n'
-        f'<div class="legend">{"".join(legend)}</div>'
-    )
+    return f'<div class="bar">{"".join(bar)}</div>\n<div class="legend">{"".join(legend)}</div>'
 
 
 def _figures(present: Mapping[str, float], absent: Mapping[str, str]) -> str:
@@ -170,7 +197,7 @@ def _distance(distance: object) -> str:
         (escape(str(what)), f"{value:.2e}" if isinstance(value, float) else escape(str(value)))
         for what, value in distances.items()
     ]
-    return "<h2>Distance between layouts</h2>\n" + _table(("compared", "distance"), cells)
+    return "<h2>Distance between layouts</h2>\n" + table(("compared", "distance"), cells)
 
 
 def _sample(sample: object) -> str:
@@ -192,7 +219,7 @@ def _starts(run: Run) -> str:
         for number, start in enumerate(run.starts, start=1)
     ]
     head = ("start", "", "from step", "began (UTC)", "ended", "recovered in")
-    return "<h2>Starts</h2>\n" + _table(head, rows)
+    return "<h2>Starts</h2>\n" + table(head, rows)
 
 
 def _fate(start: Mapping[str, Any], *, is_last: bool) -> str:
@@ -211,11 +238,16 @@ def _record(run: Run) -> str:
     )
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table of cells that are HTML already."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _milliseconds(seconds: float) -> str:
+    milliseconds = 1000 * seconds
+    return f"{milliseconds:.3g} ms" if milliseconds < 999.5 else f"{milliseconds:,.0f} ms"
 
 
 def _scaled(number: float, unit: str) -> str:

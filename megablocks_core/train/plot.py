@@ -1,124 +1,50 @@
-"""The picture of a run: losses over steps, and the gradient norm beneath, where there is one."""
+"""The curves of a run over its steps: losses, gradient norm and learning rate."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megablocks_core.train.drawing import (
+    NOTE,
+    QUIET,
+    TRAINING,
+    VALIDATION,
+    choose_scale,
+    draw_smoothed,
+    label_ends,
+    panels,
+    points,
+)
 from megablocks_core.train.figures import anomalies, lines_of_starts
 from megablocks_core.train.folder import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# Blue and vermilion are told apart by readers with any kind of colour vision (Okabe and Ito).
-TRAINING, VALIDATION, QUIET, INK = "#0072b2", "#d55e00", "#8a8f98", "#22262c"
-_STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": QUIET,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#e6e8eb",
-    "grid.linewidth": 0.6,
-    "xtick.color": QUIET,
-    "ytick.color": QUIET,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.0,
-}
+    from matplotlib.transforms import Transform
 
 
-def plot_loss(run: Run, path: str | Path) -> None:
-    """Write the losses of ``run`` as a picture to ``path``.
+def plot_loss(run: Run, target: str | Path | BytesIO) -> None:
+    """Write the losses of ``run`` as a picture, with what else it tells beneath.
 
     Raises:
         ImportError: matplotlib is missing; the message names the extra that brings it.
     """
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'megablocks-core[report]'") from error
-
-    with matplotlib.rc_context(_STYLE):
-        norms = _points(run, "grad_norm")
-        figure = Figure(figsize=(8.6, 5.4 if norms else 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
-        rows = figure.subplots(
-            2 if norms else 1,
-            1,
-            sharex=True,
-            squeeze=False,
-            height_ratios=[3, 1][: 1 + bool(norms)],
-        )
-        axes: list[Axes] = [row[0] for row in rows]
-        _draw_losses(axes[0], run)
+    norms, rates = points(run, "grad_norm"), points(run, "learning_rate")
+    heights = [3.4, *[1.1] * bool(norms), *[0.8] * bool(rates)]
+    with panels(target, *heights) as (losses, *others):
+        _draw_losses(losses, run)
         if norms:
-            _draw_norms(axes[1], norms)
-        _draw_starts(axes, run)
-        for each in axes:
-            each.margins(x=0.01, y=0.12)
-        axes[-1].set_xlabel("step")
-        figure.align_ylabels(axes)
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr]
-        figure.savefig(path, dpi=200, facecolor="white")
+            _draw_norms(others[0], norms)
+        if rates:
+            _draw_rates(others[-1], rates)
+        draw_starts([losses, *others], run)
 
 
-def _draw_losses(axes: Axes, run: Run) -> None:
-    ends: list[tuple[float, float, str, str]] = []
-    training, validation = _points(run, "loss"), _points(run, "validation_loss")
-    if training:
-        steps, losses = zip(*training, strict=True)
-        smooth = _running_mean(losses, len(losses) // 40)
-        if smooth != list(losses):
-            axes.plot(steps, losses, color=TRAINING, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, smooth, color=TRAINING, linewidth=1.6)
-        ends.append((steps[-1], smooth[-1], "training", TRAINING))
-    if validation:
-        steps, losses = zip(*validation, strict=True)
-        axes.plot(steps, losses, color=VALIDATION, linewidth=1.2, marker="o", markersize=3.5)
-        ends.append((steps[-1], losses[-1], "validation", VALIDATION))
-    axes.set_ylabel("loss (nats per token)")
-    _label_ends(axes, ends)
-
-
-def _draw_norms(axes: Axes, norms: Sequence[tuple[int, float]]) -> None:
-    steps, values = zip(*norms, strict=True)
-    axes.plot(steps, values, color=QUIET, linewidth=0.9)
-    odd = [place for place in anomalies(values) if math.isfinite(values[place])]
-    axes.plot(
-        [steps[place] for place in odd],
-        [values[place] for place in odd],
-        linestyle="none",
-        marker="o",
-        markersize=6,
-        markerfacecolor="none",
-        markeredgecolor=VALIDATION,
-    )
-    for place in odd:
-        axes.annotate(
-            "anomaly",
-            (steps[place], values[place]),
-            xytext=(7, -3),
-            textcoords="offset points",
-            fontsize=8,
-            color=VALIDATION,
-        )
-    axes.set_ylabel("gradient norm")
-
-
-def _draw_starts(axes: Sequence[Axes], run: Run) -> None:
+def draw_starts(axes: Sequence[Axes], run: Run) -> None:
     """The label of each start that left lines; a dashed line where one went on from another."""
     kept = [start for start, lines in zip(run.starts, lines_of_starts(run), strict=True) if lines]
     for number, start in enumerate(kept):
@@ -133,38 +59,63 @@ def _draw_starts(axes: Sequence[Axes], run: Run) -> None:
             xytext=(0, 4),
             textcoords="offset points",
             fontsize=8,
-            color="#5b616b",
+            color=NOTE,
         )
 
 
-def _label_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Name each curve at its end, moved apart where the ends lie close."""
-    low, high = axes.get_ylim()
-    apart = 0.055 * (high - low)
-    placed = -math.inf
-    for x, y, name, color in sorted(ends, key=lambda end: end[1]):
-        placed = max(y, placed + apart)
-        axes.annotate(
-            f"{name} {y:.2f}",
-            (x, placed),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            color=color,
-            fontweight="bold",
-            annotation_clip=False,
-        )
+def _draw_losses(axes: Axes, run: Run) -> None:
+    ends: list[tuple[float, float, str, str]] = []
+    training, validation = points(run, "loss"), points(run, "validation_loss")
+    choose_scale(axes, [loss for _, loss in [*training, *validation]])
+    if training:
+        step, loss = draw_smoothed(axes, training, TRAINING)
+        ends.append((step, loss, f"training {loss:.2f}", TRAINING))
+        _mark_anomalies(axes, training)
+    if validation:
+        steps, losses = zip(*validation, strict=True)
+        axes.plot(steps, losses, color=VALIDATION, linewidth=1.2, marker="o", markersize=3.5)
+        ends.append((steps[-1], losses[-1], f"validation {losses[-1]:.2f}", VALIDATION))
+    axes.set_ylabel("loss (nats per token)")
+    label_ends(axes, ends)
 
 
-def _points(run: Run, name: str) -> list[tuple[int, float]]:
-    return [(line.step, float(line.values[name])) for line in run.lines if name in line.values]
+def _draw_norms(axes: Axes, norms: Sequence[tuple[int, float]]) -> None:
+    choose_scale(axes, [norm for _, norm in norms])
+    axes.plot(*zip(*norms, strict=True), color=QUIET, linewidth=0.9)
+    _mark_anomalies(axes, norms)
+    axes.set_ylabel("gradient norm")
 
 
-def _running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Mean of each value and up to ``reach`` on either side, fewer near the ends, evenly."""
-    result = []
-    for place in range(len(values)):
-        near = min(reach, place, len(values) - 1 - place)
-        window = values[place - near : place + near + 1]
-        result.append(math.fsum(window) / len(window))
-    return result
+def _draw_rates(axes: Axes, rates: Sequence[tuple[int, float]]) -> None:
+    axes.plot(*zip(*rates, strict=True), color=QUIET, linewidth=1.2)
+    axes.set_ylim(bottom=0)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    axes.set_ylabel("learning rate")
+
+
+def _mark_anomalies(axes: Axes, series: Sequence[tuple[int, float]]) -> None:
+    """A ring around each value that stands out, a cross below each that is not finite."""
+    odd = [series[place] for place in anomalies([value for _, value in series])]
+    high = [(step, value) for step, value in odd if math.isfinite(value)]
+    lost = [step for step, value in odd if not math.isfinite(value)]
+    unlined: dict[str, Any] = {"linestyle": "none", "color": VALIDATION, "markerfacecolor": "none"}
+    below = axes.get_xaxis_transform()
+    if high:
+        axes.plot(*zip(*high, strict=True), marker="o", markersize=6, **unlined)
+        words = "anomaly" if len(high) == 1 else f"{len(high)} anomalies"
+        _note(axes, words, high[0], axes.transData)
+    if lost:
+        axes.plot(lost, [0.1] * len(lost), marker="x", transform=below, **unlined)
+        _note(axes, "not finite", (lost[0], 0.1), below)
+
+
+def _note(axes: Axes, words: str, place: tuple[float, float], coordinates: Transform) -> None:
+    axes.annotate(
+        words,
+        place,
+        xycoords=coordinates,
+        xytext=(7, -3),
+        textcoords="offset points",
+        fontsize=8,
+        color=VALIDATION,
+    )

@@ -14,6 +14,19 @@ import torch
 
 from megablocks_core.train.machine import hardware
 
+_MADE_OTHERWISE = "the run has no record, or one that run_record did not make"
+# Parts of a record that a reader asks for, and why one may be missing.
+PARTS = {
+    "versions": _MADE_OTHERWISE,
+    "commit": "the code lies in no git checkout (run_record(directory=...))",
+    "hardware": _MADE_OTHERWISE,
+    "mesh": "none was given (run_record(mesh=mesh.describe()))",
+    "data": "no hash of the data was given (run_record(data=...))",
+    "tokenizer": "no hash or name of the tokenizer was given (run_record(tokenizer=...))",
+    "spec": "none was given (run_record(spec=...))",
+    "command_line": _MADE_OTHERWISE,
+}
+
 
 def run_record(
     *,
@@ -51,6 +64,11 @@ def run_record(
         "peak_flops": peak_flops,
         "price_per_hour": price_per_hour,
     }
+
+
+def missing_from(record: Mapping[str, Any]) -> dict[str, str]:
+    """Part to reason, for each of ``PARTS`` that a record lacks."""
+    return {part: reason for part, reason in PARTS.items() if not record.get(part)}
 
 
 def git_commit(directory: str = ".") -> str | None:

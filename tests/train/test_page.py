@@ -9,7 +9,7 @@ from megablocks_core.train import Mean
 from megablocks_core.train.figures import FIGURES, hard_metrics
 from megablocks_core.train.folder import Run
 from megablocks_core.train.lines import Line
-from megablocks_core.train.page import page, shown
+from megablocks_core.train.page import Pictures, page, shown
 
 
 class Text(HTMLParser):
@@ -43,7 +43,10 @@ def record(step, **fate):
     return {"label": "tp=2", "step": step, **known, **fate}
 
 
-def page_of(*, starts=(), summary=None, lines=None):
+LOSSES = Pictures(b"\x89PNG")
+
+
+def page_of(*, starts=(), summary=None, lines=None, pictures=LOSSES):
     lines = lines or [
         Line(
             step,
@@ -60,7 +63,7 @@ def page_of(*, starts=(), summary=None, lines=None):
     ]
     run = Run(Path("out/demo"), lines, list(starts), summary or {})
     present, absent = hard_metrics(run)
-    html = page(run, present, absent, b"\x89PNG")
+    html = page(run, present, absent, pictures)
     return html, " ".join(" ".join(Text(html).words).split())
 
 
@@ -77,6 +80,13 @@ def test_the_page_stands_alone():
     html, _ = page_of()
     assert 'src="data:image/png;base64,iVBORw==' in html
     assert "http" not in html and "<script" not in html and "<link" not in html
+
+
+def test_pictures_stand_there_if_they_were_drawn():
+    html, text = page_of()
+    assert html.count("<img") == 1 and "Layers" not in text
+    html, text = page_of(pictures=Pictures(b"losses", b"speed", b"layers"))
+    assert html.count("<img") == 3 and "Layers" in text
 
 
 def test_the_time_of_a_step_is_divided():

@@ -1,5 +1,6 @@
 """The picture is written, and says what the run says."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -8,14 +9,15 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from megablocks_core.train import Mean
+from megablocks_core.train.drawing import STYLE
 from megablocks_core.train.folder import Run
 from megablocks_core.train.lines import Line
-from megablocks_core.train.plot import _STYLE, plot_loss
+from megablocks_core.train.plot import plot_loss
 
 
-def run_of(*names, steps=100, starts=(0,), spike=None):
+def run_of(*names, steps=100, starts=(0,), spike=None, value=9.0):
     lines = [
-        Line(step, 0.0, {name: Mean(9.0 if step == spike else 5 - step / 50) for name in names})
+        Line(step, 0.0, {name: Mean(value if step == spike else 5 - step / 50) for name in names})
         for step in range(steps)
     ]
     records = [{"step": step, "label": f"tp={number}"} for number, step in enumerate(starts, 1)]
@@ -70,15 +72,35 @@ def test_an_anomaly_is_ringed(drawn):
     assert words(norms) == ["anomaly"]
 
 
+def test_a_value_that_is_not_finite_is_crossed_and_breaks_no_scale(drawn):
+    _, norms = drawn(run_of("loss", "grad_norm", spike=50, value=math.inf))
+    assert words(norms) == ["not finite"] and norms.get_ylim()[1] < 10
+
+
+def test_several_anomalies_are_counted(drawn):
+    run = run_of("loss", "grad_norm", spike=50)
+    run.lines[70].values["grad_norm"] = Mean(8.0)
+    assert words(drawn(run)[1]) == ["2 anomalies"]
+
+
+def test_a_learning_rate_is_drawn_beneath(drawn):
+    axes = drawn(run_of("loss", "grad_norm", "learning_rate"))
+    assert [each.get_ylabel() for each in axes] == [
+        "loss (nats per token)",
+        "gradient norm",
+        "learning rate",
+    ]
+
+
 @pytest.mark.parametrize("names", [(), ("loss",), ("validation_loss",), ("grad_norm",)])
 def test_a_run_with_little_to_show_is_drawn(drawn, names):
     drawn(run_of(*names, steps=1))
 
 
 def test_matplotlib_is_left_as_it_was(drawn):
-    before = {key: rcParams[key] for key in _STYLE}
+    before = {key: rcParams[key] for key in STYLE}
     drawn(run_of("loss"))
-    assert {key: rcParams[key] for key in _STYLE} == before
+    assert {key: rcParams[key] for key in STYLE} == before
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):

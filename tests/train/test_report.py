@@ -2,12 +2,14 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from megablocks_core.train import Mean, RunFolder, StepTimer, add_to_summary, run_record
+from megablocks_core.train.record import PARTS
 from megablocks_core.train.report import main, write_report
 
 
@@ -40,7 +42,12 @@ def test_the_folder_gets_page_picture_and_json(run):
         "recovery_seconds",
         "validation_loss",
         "checkpoint_seconds",
-    }
+        "mesh",
+        "spec",
+        "data",
+        "tokenizer",
+    } | ({"commit"} - report.keys())
+    assert report["versions"]["torch"] and report["hardware"]["cores"] and report["command_line"]
     assert all(isinstance(reason, str) and reason for reason in report["absent"].values())
 
 
@@ -68,6 +75,36 @@ def test_the_command_reports_each_run_and_names_what_is_wrong(run, tmp_path, cap
     assert out == f"{run / 'report.html'}\n"
     assert "absent must be a folder" in err and "metrics.jsonl, line 1" in err
     assert main([str(run), "--price-per-hour", "2"]) == 0
+
+
+def test_the_record_stands_in_the_json_part_by_part(run):
+    given = {"mesh": "tp=1", "spec": {"layers": 2}, "data": "9f3c", "tokenizer": "bytes"}
+    with RunFolder(run, record=run_record(**given, command_line=["train"]), step=30) as folder:
+        folder.write(30, {"loss": 1.0})
+    write_report(run)
+    report = json.loads((run / "report.json").read_text())
+    assert {key: report[key] for key in given} == given and report["command_line"] == ["train"]
+    (run / "record.json").unlink()
+    write_report(run)
+    report = json.loads((run / "report.json").read_text())
+    assert set(PARTS) <= report["absent"].keys() and not set(PARTS) & report.keys()
+
+
+def test_several_runs_are_compared(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run, tmp_path / "other")
+    assert main([str(run), "other"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "comparison.html"
+    assert "run and other" in (tmp_path / "comparison.html").read_text()
+    place = tmp_path / "absent" / "page.html"
+    assert main([str(run), "other", "--comparison", str(place)]) == 1
+    assert "page.html" in capsys.readouterr().err
+
+
+def test_a_watched_run_shows_its_layers(run):
+    with RunFolder(run, record=run_record(), step=30) as folder:
+        folder.write(30, {"gradient.norm/layers.0.weight": 2.0, "activation.rms/layers.0": 1.0})
+    assert "Layers" in write_report(run).read_text()
 
 
 def test_the_command_runs_as_a_program(run):
