@@ -63,12 +63,12 @@ class Blueprint:
         """Column projections that share one input with others, by their parent.
 
         In a sliced layer the parent gathers the tokens for all; elsewhere two or more share
-        a copy. Any other column stands alone.
+        a copy. Any other column stands alone, and so do gathered ones out of sliced layers.
         """
         found: dict[str, list[str]] = {}
         for name, style in self.styles.items():
-            cut = isinstance(style, Column) and not style.gather
-            if cut and f"{name}.weight" in self.specs:
+            joins = isinstance(style, Column) and (not style.gather or self.on_own_tokens(name))
+            if joins and f"{name}.weight" in self.specs:
                 found.setdefault(parent_of(name), []).append(name)
         if self.slices_all:
             return {}
@@ -77,6 +77,31 @@ class Blueprint:
             for parent, names in found.items()
             if len(names) > 1 or self.on_own_tokens(names[0])
         }
+
+    def gathers(self, name: str) -> bool:
+        """Whether a module is a column projection whose outputs are gathered."""
+        style = self.styles.get(name)
+        return isinstance(style, Column) and style.gather
+
+    def cuts_heads(self, module: nn.Module) -> bool:
+        """Whether any attention of a transformers model goes on with this rank's heads."""
+        blocks = {parent_of(name) for name in self.styles if self._stays_cut(name)}
+        return any(hasattr(module.get_submodule(block), "layer_idx") for block in blocks)
+
+    def _stays_cut(self, name: str) -> bool:
+        return isinstance(self.styles[name], Column) and not self.gathers(name)
+
+    def in_whole_block(self, name: str) -> bool:
+        """Whether a parameter lies in a block that gathers all tokens and all features.
+
+        All ranks use it there alike (norms over all heads at once).
+        """
+        if not self.slices_layers:
+            return False
+        return any(
+            name.startswith(f"{block}.") and all(map(self.gathers, children))
+            for block, children in self.siblings().items()
+        )
 
     def shared(self) -> dict[str, list[str]]:
         """Parameters of which neighbours hold the same slices, by the parent of their module."""
@@ -126,7 +151,11 @@ def draw(
     planned = {below for name in styles for below in drafter.parameters_below(name)}
     rest = [name for name, _ in module.named_parameters() if name not in planned]
     if sequence_parallel:
-        blueprint.summed += [name for name in rest if blueprint.on_own_tokens(name)]
+        blueprint.summed += [
+            name
+            for name in rest
+            if blueprint.on_own_tokens(name) and not blueprint.in_whole_block(name)
+        ]
         _refuse_uncut_mixing(module, blueprint)
         _refuse_whole_on_own_tokens(styles, blueprint)
     else:
@@ -238,8 +267,9 @@ class _Drafter:
 
     def _segment(self, name: str, style: Column, length: int, unit: int) -> Segment:
         ranks = self.group.size
-        if unit == 1 and (style.gather or name == self.head):
-            return Segment(length)  # a vocabulary may be of any size
+        if style.gather or (unit == 1 and name == self.head):
+            # A vocabulary may be of any size, and what is gathered again be cut anywhere.
+            return Segment(length)
         units, rest = divmod(length, unit)
         if rest:
             raise ValueError(f"plan[{name!r}]: unit={unit} must divide {length} output features")
@@ -288,7 +318,8 @@ def _refuse_beside_cuts(module: nn.Module, blueprint: Blueprint, names: Iterable
 
 def _refuse_whole_on_own_tokens(styles: dict[str, Style], blueprint: Blueprint) -> None:
     for name, style in styles.items():
-        if isinstance(style, Whole) and blueprint.on_own_tokens(name):
+        own = blueprint.on_own_tokens(name) and not blueprint.in_whole_block(name)
+        if isinstance(style, Whole) and own:
             raise ValueError(
                 f'plan[{name!r}]="whole" is used on this rank\'s tokens under sequence '
                 'parallelism: plan it as "replicated", or leave it out'
@@ -345,8 +376,12 @@ def _find_ties(module: nn.Module, blueprint: Blueprint) -> None:
 
 def _count_heads(module: nn.Module, blueprint: Blueprint) -> None:
     """Where ranks share key heads, fewer query heads of a rank share each."""
+    _refuse_mixed_heads(module, blueprint)
     for path, names in blueprint.shared().items():
         attention = module.get_submodule(path)
+        names = [name for name in names if not blueprint.gathers(parent_of(name))]
+        if not names:
+            continue  # the ranks go on with all heads
         queries = blueprint.specs.get(f"{path}.q_proj.weight".lstrip("."))
         groups = getattr(attention, "num_key_value_groups", None)
         if queries is None or not isinstance(groups, int):
@@ -357,6 +392,21 @@ def _count_heads(module: nn.Module, blueprint: Blueprint) -> None:
         segments = blueprint.specs[names[0]].segments or ()
         copies = max(segment.copies(blueprint.group) for segment in segments)
         blueprint.attributes.append((path, "num_key_value_groups", groups // copies))
+
+
+def _refuse_mixed_heads(module: nn.Module, blueprint: Blueprint) -> None:
+    """Own query heads do not meet all key heads, nor the other way round."""
+    for path, attention in module.named_modules():
+        if not isinstance(getattr(attention, "num_key_value_groups", None), int):
+            continue
+        names = [f"{path}.{leaf}".lstrip(".") for leaf in ("q_proj", "k_proj", "v_proj")]
+        cut = [name for name in names if f"{name}.weight" in blueprint.specs]
+        gathered = [name for name in cut if blueprint.gathers(name)]
+        if gathered and len(gathered) < len(cut):
+            raise ValueError(
+                f"plan must gather all of {cut} or none, not {gathered} alone: queries, keys and "
+                "values meet head by head"
+            )
 
 
 def _kind(part: Any) -> str:

@@ -23,6 +23,7 @@ from megablocks_core.groups import (
     reduce_scatter_to,
     scatter_to,
 )
+from megablocks_core.parallel.linear import gather_features
 
 
 class Boundary:
@@ -221,19 +222,35 @@ class EndSumGradients(Boundary):
 
 
 @dataclass(frozen=True)
-class RefuseOwnTokens(Boundary):
-    """Before a model whose layers hold own tokens: what it would return of them alone raises."""
+class GatherFeatures(Boundary):
+    """After a projection that is cut: the features of all ranks, with which they go on alike."""
+
+    spec: ShardSpec
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Replace the output by that of all features."""
+        return gather_features(output, self.spec)
+
+
+@dataclass(frozen=True)
+class RefuseOutputs(Boundary):
+    """Before a model: what it would return of this rank's share alone raises.
+
+    Attributes:
+        flags: Arguments of the call, or else attributes of the model's config, that ask for it.
+        reason: Why.
+    """
+
+    flags: tuple[str, ...]
+    reason: str
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Look at the call, else at the model's config."""
         config = getattr(module, "config", None)
-        for flag in ("output_hidden_states", "output_router_logits"):
+        for flag in self.flags:
             asked = kwargs.get(flag)
             if getattr(config, flag, False) if asked is None else asked:
-                raise ValueError(
-                    f"{flag}={asked or True} must not be set under sequence parallelism: inside "
-                    "the layers every rank has its own tokens alone"
-                )
+                raise ValueError(f"{flag}={asked or True} must not be set {self.reason}")
 
 
 def _refuse_reentrant(module: nn.Module) -> None:

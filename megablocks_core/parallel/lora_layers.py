@@ -147,7 +147,8 @@ def attach(
     adapter = Adapter(a, b, alpha, rslora, place.embeds, place.group, place.summed, place.shared)
     layer.__dict__["adapter"] = adapter
     if type(layer) in (nn.Linear, nn.Embedding):
-        layer.register_forward_hook(Add(adapter), with_kwargs=True)
+        # First, because another hook may gather the features that it adds to.
+        layer.register_forward_hook(Add(adapter), prepend=True, with_kwargs=True)
 
 
 def detach(layer: nn.Module) -> None:

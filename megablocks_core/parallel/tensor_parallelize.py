@@ -5,12 +5,10 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch import nn
 
 from megablocks_core.groups import (
     Group,
-    gather_whole,
     load_slices,
     mark,
     specs_of,
@@ -24,16 +22,16 @@ from megablocks_core.parallel.boundaries import (
     EndSumGradients,
     EnterBlock,
     EnterExperts,
+    GatherFeatures,
     GatherTokens,
     LeaveExperts,
-    RefuseOwnTokens,
+    RefuseOutputs,
     ScatterTokens,
     SharedInput,
     SumGradients,
     owner_of,
     take_off_hooks,
 )
-from megablocks_core.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megablocks_core.parallel.embedding import VocabParallelEmbedding, vocab_forward
 from megablocks_core.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megablocks_core.parallel.lora import (
@@ -43,6 +41,7 @@ from megablocks_core.parallel.lora import (
     spare_adapters,
 )
 from megablocks_core.parallel.plan import Column, Experts, Plan, Row, Vocab, read_plan
+from megablocks_core.parallel.pretrained import VocabParallelLoss, save_pretrained
 
 
 class Report(NamedTuple):
@@ -79,7 +78,8 @@ def tensor_parallelize(
     rank) writes whole tensors, and key and value heads may be fewer than ranks.
 
     Under sequence parallelism the layers of a transformers model hold equal slices of the
-    tokens, along dim -2, which attention and feed-forward blocks gather. In another model the
+    tokens, along dim -2, which attention and feed-forward blocks gather (and the features too,
+    where the plan gathers them). In another model the
     caller cuts the tokens, and every parameter that the plan does not name has its gradient
     summed.
 
@@ -231,13 +231,26 @@ class _Cutter:
             first, norm = part(f"{blueprint.layers}.0"), part(blueprint.final_norm)
             first.register_forward_pre_hook(ScatterTokens(self.group), with_kwargs=True)
             norm.register_forward_hook(GatherTokens(self.group))
-            for name in dict.fromkeys(("", parent_of(blueprint.layers))):
-                part(name).register_forward_pre_hook(RefuseOwnTokens(), with_kwargs=True)
+            self._refuse_outputs(
+                ("output_hidden_states", "output_router_logits"),
+                "under sequence parallelism: inside the layers every rank has its own tokens alone",
+            )
+        if blueprint.cuts_heads(self.module):
+            self._refuse_outputs(
+                ("output_attentions",),
+                "where attention is cut: inside it every rank has its own heads alone",
+            )
         for name, style in blueprint.styles.items():
             if isinstance(style, Experts):
                 sliced = blueprint.on_own_tokens(name)
                 part(name).register_forward_pre_hook(EnterExperts(self.group, sliced))
                 part(name).register_forward_hook(LeaveExperts(self.group, sliced))
+
+    def _refuse_outputs(self, flags: tuple[str, ...], reason: str) -> None:
+        """At the model and at the one around its layers, whichever is called."""
+        for name in dict.fromkeys(("", parent_of(self.blueprint.layers))):
+            part = self.module.get_submodule(name)
+            part.register_forward_pre_hook(RefuseOutputs(flags, reason), with_kwargs=True)
 
     def _share_inputs(self) -> None:
         """One message for all projections that read one input."""
@@ -245,6 +258,9 @@ class _Cutter:
             parent = self.module.get_submodule(name)
             if self.blueprint.on_own_tokens(children[0]):
                 parent.register_forward_pre_hook(EnterBlock(self.group), with_kwargs=True)
+                for child in filter(self.blueprint.gathers, children):
+                    joined = GatherFeatures(self.blueprint.specs[f"{child}.weight"])
+                    self.module.get_submodule(child).register_forward_hook(joined)
                 continue
             shared = SharedInput(self.group)
             parent.register_forward_pre_hook(BeginSharing(shared))
@@ -314,7 +330,7 @@ class _Cutter:
         if isinstance(style, Column) and not style.gather:
             self._add("", "_loss_function", VocabParallelLoss(self.group))
         if hasattr(self.module, "save_pretrained"):
-            self._add("", "save_pretrained", partial(_save_pretrained, self.module, self.group))
+            self._add("", "save_pretrained", partial(save_pretrained, self.module, self.group))
 
     def _set(self, name: str, attribute: str, value: Any) -> None:
         part = self.module.get_submodule(name)
@@ -324,61 +340,6 @@ class _Cutter:
     def _add(self, name: str, attribute: str, value: Any) -> None:
         self.undo.added.append((name, attribute))
         setattr(self.module.get_submodule(name), attribute, value)
-
-
-@dataclass(frozen=True)
-class VocabParallelLoss:
-    """The causal language-model loss of a transformers model, from logits that are cut.
-
-    Labels are shifted here, as its own loss does; with ``num_items_in_batch`` the sum is
-    divided by that number, else the mean over labels that are not ignored is taken. Sends
-    what ``vocab_parallel_cross_entropy`` sends.
-    """
-
-    group: Group
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """The loss; what transformers passes beyond these arguments is not used by its own."""
-        if shift_labels is None:
-            shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        loss = vocab_parallel_cross_entropy(
-            logits,
-            shift_labels,
-            vocab_size=vocab_size,
-            ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
-            group=self.group,
-        )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-def _save_pretrained(
-    module: Any, group: Group, save_directory: Any, is_main_process: bool = True, **kwargs: Any
-) -> None:
-    """``save_pretrained`` of whole tensors, by the first rank; every rank must call it."""
-    whole = gather_whole(module)
-    failure = None
-    if group.rank == 0:
-        try:
-            type(module).save_pretrained(
-                module, save_directory, is_main_process=is_main_process, state_dict=whole, **kwargs
-            )
-        except Exception as error:
-            failure = error
-    told = group.broadcast_object(None if failure is None else repr(failure))
-    if failure is not None:
-        raise failure
-    if told is not None:
-        raise RuntimeError(f"the first rank could not save to {save_directory}: {told}")
 
 
 def _below(block: str, names: list[str]) -> tuple[str, ...]:

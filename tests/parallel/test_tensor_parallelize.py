@@ -12,16 +12,14 @@ from torch.testing import assert_close
 
 from megablocks_core.groups import (
     Group,
-    chunk_slice,
     gather_from,
     load_whole,
     marks,
     scatter_to,
-    whole_tensor,
 )
 from megablocks_core.parallel import Column, gather, tensor_parallelize
 from megablocks_core.testing import assert_parallel_equivalence, ranks
-from tests.parallel.tiny_models import tiny_model
+from tests.parallel.tiny_models import GROUPED_PLAN, Grouped, tiny_model
 
 _TOKENS = torch.arange(16).view(2, 8) * 7 % 101
 
@@ -47,51 +45,6 @@ def test_transformers_models_equal_one_process(kind, sequence_parallel):
     assert_parallel_equivalence(
         build, {"input_ids": _TOKENS}, group=_world(), loss=_loss, same_start=True
     )
-
-
-@ranks(4)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("num_key_value_heads", [1, 2])
-def test_key_heads_may_be_fewer_than_ranks(num_key_value_heads, sequence_parallel):
-    def build(group):
-        model = tiny_model("llama", num_key_value_heads=num_key_value_heads)
-        tensor_parallelize(model, group=group, sequence_parallel=sequence_parallel)
-        return model
-
-    assert_parallel_equivalence(
-        build, {"input_ids": _TOKENS}, group=_world(), loss=_loss, same_start=True
-    )
-
-
-@ranks(2)
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_head_that_stays_cut_has_the_models_own_loss(tied):
-    """Planned as "column" the logits are cut, and ``labels=`` is the vocabulary-parallel loss."""
-    group = _world()
-    labels = _TOKENS.roll(3).masked_fill(_TOKENS % 5 == 0, -100)
-    torch.manual_seed(0)
-    whole, cut = (tiny_model("llama", tied=tied) for _ in range(2))
-    cut.load_state_dict(whole.state_dict())
-    plan = {**_named(cut._tp_plan), "lm_head": "column"}
-    tensor_parallelize(cut, plan, group=group)
-    expected = whole(input_ids=_TOKENS, labels=labels)
-    output = cut(input_ids=_TOKENS, labels=labels)
-    expected.loss.backward()
-    output.loss.backward()
-
-    rows = chunk_slice(101, group.size, group.rank)
-    assert_close(output.logits, expected.logits[..., rows], atol=1e-10, rtol=0)
-    # transformers takes its loss in float32.
-    assert_close(output.loss, expected.loss.double(), atol=2e-6, rtol=0)
-    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    for name, parameter, specs in marks(cut):
-        ours, theirs = whole_tensor(parameter.grad, specs), gradients[name]
-        assert (ours - theirs).norm() < 2e-6 * theirs.norm() + 1e-12, name
-    assert (cut.lm_head.weight is cut.model.embed_tokens.weight) == tied
-
-    counted = cut(input_ids=_TOKENS, labels=labels, num_items_in_batch=10).loss
-    theirs = whole(input_ids=_TOKENS, labels=labels, num_items_in_batch=10).loss
-    assert_close(counted, theirs.double(), atol=2e-6, rtol=0)
 
 
 @ranks(2)
@@ -121,22 +74,6 @@ def _attributes(model):
         name: (set(vars(part)) - beside, len(part._forward_hooks), len(part._forward_pre_hooks))
         for name, part in model.named_modules()
     }
-
-
-@ranks(2)
-@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
-def test_save_pretrained_writes_whole_tensors(kind, tmp_path):
-    group = _world()
-    folder = group.broadcast_object(str(tmp_path / "saved"))
-    torch.manual_seed(0)
-    whole, cut = (tiny_model(kind, exact=False) for _ in range(2))
-    cut.load_state_dict(whole.state_dict())
-    tensor_parallelize(cut, group=group)
-    cut.save_pretrained(folder)
-
-    loaded = type(whole).from_pretrained(folder, dtype=torch.float64)
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
 @ranks(2)
@@ -192,10 +129,10 @@ def test_copies_of_a_cut_model_compute_alike():
 @ranks(2)
 def test_parts_are_cut_once_and_gathered_with_their_model():
     group = _world()
-    model = nn.ModuleDict({"a": _Grouped(), "b": _Grouped()})
+    model = nn.ModuleDict({"a": Grouped(), "b": Grouped()})
     state = copy.deepcopy(model.state_dict())
     for part in model.values():
-        tensor_parallelize(part, _GROUPED_PLAN, group=group)
+        tensor_parallelize(part, GROUPED_PLAN, group=group)
     for again in (model, model["a"]):
         with pytest.raises(ValueError, match="cut already, whole or in part"):
             tensor_parallelize(again, {}, group=group)
@@ -203,9 +140,9 @@ def test_parts_are_cut_once_and_gathered_with_their_model():
     assert_close(model.state_dict(), state, rtol=0, atol=0)
 
     tensor_parallelize(
-        model, {f"*.{name}": kind for name, kind in _GROUPED_PLAN.items()}, group=group
+        model, {f"*.{name}": kind for name, kind in GROUPED_PLAN.items()}, group=group
     )
-    with pytest.raises(ValueError, match="gather the model that was cut, not a _Grouped in it"):
+    with pytest.raises(ValueError, match="gather the model that was cut, not a Grouped in it"):
         gather(model["a"])
     gather(model)
     gather(model)  # of a whole model changes nothing
@@ -329,53 +266,6 @@ def test_a_sequential_model_whose_tokens_the_caller_cuts(tokens):
     )
 
 
-class _Grouped(nn.Module):
-    """Attention of Llama's kind in a model of one's own: two key heads for four query heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.head_dim, self.num_key_value_groups = 4, 2
-        self.q_proj, self.o_proj = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(-2, -3) for y in projections)
-        k, v = (y.repeat_interleave(self.num_key_value_groups, dim=-3) for y in (k, v))
-        y = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.o_proj(y.transpose(-2, -3).flatten(-2))
-
-
-_GROUPED_PLAN = {
-    "q_proj": "column",
-    "k_proj": Column(repeat=True),
-    "v_proj": Column(repeat=True),
-    "o_proj": "row",
-}
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_shared_key_heads_of_ones_own_model_sum_their_gradients_once(sequence_parallel):
-    group = _world()
-
-    def build(group):
-        model = _Grouped()
-        tensor_parallelize(model, _GROUPED_PLAN, group=group, sequence_parallel=sequence_parallel)
-        return model
-
-    def own(x):
-        return scatter_to(x, dim=-2, group=group) if sequence_parallel else x
-
-    def whole(y):
-        return gather_from(y, dim=-2, group=group) if sequence_parallel else y
-
-    x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
-    assert_parallel_equivalence(
-        build, x, group=group, loss=lambda y: y.square().sum(), split=own, join=whole
-    )
-
-
 @ranks(2)
 def test_sequences_that_do_not_divide_raise():
     model = tiny_model("llama")
@@ -404,16 +294,6 @@ def test_nothing_is_changed_by_a_plan_that_is_refused():
         tensor_parallelize(model, {**_PLAIN_PLAN, "classes": "heads"}, group=_world())
     assert str(model) == before
     assert all(not specs for _, _, specs in marks(model))
-
-
-def _named(plan):
-    words = {
-        "colwise": "column",
-        "rowwise": "row",
-        "colwise_gather_output": "column_gather",
-        "embedding_rowwise": "vocab",
-    }
-    return {name: words[style] for name, style in plan.items()}
 
 
 @ranks(2)

@@ -2,7 +2,8 @@
 
 transformers rounds to float32 inside its norms and its router even in a float64 model, which
 turns differences of the last place into differences of 1e-8. Here these modules compute in
-the dtype of their input, so that a cut model can be held to 1e-10.
+the dtype of their input, so that a cut model can be held to 1e-10. ``Grouped`` is attention of a
+model of one's own.
 """
 
 import torch
@@ -14,9 +15,15 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from megablocks_core.parallel import Column
 
 KINDS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
@@ -31,6 +38,9 @@ KINDS = {
         MixtralConfig,
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     ),
+    # Both gather the features inside attention: packed projections, norms over all heads.
+    "phi3": (Phi3ForCausalLM, Phi3Config, {}),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
 }
 
 
@@ -55,7 +65,7 @@ def tiny_model(kind, *, num_key_value_heads=4, tied=False, exact=True, **options
     config._experts_implementation = "eager"  # the grouped product has no float64
     model = model_class(config).double()
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight") or name.endswith("layernorm.weight"):
+        if name.endswith(("norm.weight", "layernorm.weight")):
             nn.init.normal_(parameter, mean=0.0 if kind == "gemma3" else 1.0, std=0.1)
     if exact:
         make_exact(model)
@@ -93,3 +103,28 @@ class _Router:
         logits = nn.functional.linear(x, self.part.weight)
         top, index = torch.topk(logits.softmax(-1), self.part.top_k, dim=-1)
         return logits, top / top.sum(-1, keepdim=True), index
+
+
+class Grouped(nn.Module):
+    """Attention of Llama's kind in a model of one's own: two key heads for four query heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.num_key_value_groups = 4, 2
+        self.q_proj, self.o_proj = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(-2, -3) for y in projections)
+        k, v = (y.repeat_interleave(self.num_key_value_groups, dim=-3) for y in (k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(y.transpose(-2, -3).flatten(-2))
+
+
+GROUPED_PLAN = {
+    "q_proj": "column",
+    "k_proj": Column(repeat=True),
+    "v_proj": Column(repeat=True),
+    "o_proj": "row",
+}
