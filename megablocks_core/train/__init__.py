@@ -3,6 +3,14 @@
 from megablocks_core.train.determinism import assert_deterministic as assert_deterministic
 from megablocks_core.train.evaluate import evaluate as evaluate
 from megablocks_core.train.evaluate import next_token_loss as next_token_loss
+from megablocks_core.train.flops import AttentionWork as AttentionWork
+from megablocks_core.train.flops import ExpertsWork as ExpertsWork
+from megablocks_core.train.flops import FeedForwardWork as FeedForwardWork
+from megablocks_core.train.flops import LinearWork as LinearWork
+from megablocks_core.train.flops import Work as Work
+from megablocks_core.train.flops import decoder_work as decoder_work
+from megablocks_core.train.flops import mfu as mfu
+from megablocks_core.train.flops import training_flops as training_flops
 from megablocks_core.train.folder import RunFolder as RunFolder
 from megablocks_core.train.folder import add_to_summary as add_to_summary
 from megablocks_core.train.folder import read_run as read_run
