@@ -9,8 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.testing import assert_close
 
-from megablocks_core.groups import Group, Segment, ShardSpec, mark, marks
+from megablocks_core.groups import (
+    Group,
+    Segment,
+    ShardSpec,
+    gather_whole,
+    mark,
+    marks,
+    whole_tensor,
+)
 from megablocks_core.parallel import ColumnParallelLinear
 from megablocks_core.testing import ranks
 
@@ -49,10 +58,50 @@ def _averaged(module):
     return torch.optim.swa_utils.AveragedModel(module).module
 
 
+class _Masters:
+    """What optimizer wrappers do: step on float32 copies and put them back, by ``data``."""
+
+    def __init__(self, module):
+        self.held = list(module.parameters())
+        self.copies = [nn.Parameter(parameter.detach().float()) for parameter in self.held]
+        self.optimizer = torch.optim.SGD(self.copies, lr=0.5)
+
+    def step(self):
+        for held, copy_of in zip(self.held, self.copies, strict=True):
+            copy_of.grad = None if held.grad is None else held.grad.float()
+            held.grad = None
+        self.optimizer.step()
+        for held, copy_of in zip(self.held, self.copies, strict=True):
+            held.data = copy_of.detach().to(held.dtype)
+
+
+def _mastered(module):
+    module.to(torch.bfloat16)
+    masters = _Masters(module)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    masters.step()
+    assert all(
+        found is held for (_, found, _), held in zip(marks(module), masters.held, strict=True)
+    )
+    return module
+
+
 @ranks(1, 2)
 @pytest.mark.parametrize(
     "event",
-    ["deepcopy", "pickle", "save", "to", "to_empty", "assign", "fsdp", "average", "compile"],
+    [
+        "deepcopy",
+        "pickle",
+        "save",
+        "to",
+        "to_empty",
+        "assign",
+        "fsdp",
+        "average",
+        "masters",
+        "compile",
+    ],
 )
 def test_marks_survive(event):
     group = Group.of(dist.group.WORLD)
@@ -67,12 +116,36 @@ def test_marks_survive(event):
         "assign": _assigned,
         "fsdp": lambda module: fully_shard(module),
         "average": _averaged,
+        "masters": _mastered,
         "compile": torch.compile,
     }
     after = happen[event](model)
     assert _read(after) == before
     assert before[0] == ("0.weight", [(0, group.ranks, (Segment(8),))], None, False)
     assert before[2] == ("1.weight", [], "experts.{}.weight", True)
+
+
+@ranks(1, 2)
+def test_float32_masters_of_shares_are_the_shares_of_masters():
+    """Steps on float32 copies of bf16 shares, put together by the marks, are one process's."""
+    group = Group.of(dist.group.WORLD)
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)).bfloat16()
+    model = nn.Sequential(
+        ColumnParallelLinear.from_linear(whole[0], gather_output=True, group=group),
+        copy.deepcopy(whole[1]),
+    )
+    x = torch.randn(3, 4).bfloat16()
+    parts = [(module, _Masters(module)) for module in (whole, model)]
+    for _ in range(3):
+        for module, masters in parts:
+            module(x).float().square().sum().backward()
+            masters.step()
+    expected = dict(zip(whole.state_dict(), parts[0][1].copies, strict=True))
+    for (name, _, specs), copy_of in zip(marks(model), parts[1][1].copies, strict=True):
+        assert copy_of.dtype == torch.float32
+        assert_close(whole_tensor(copy_of, specs), expected[name].detach(), atol=1e-2, rtol=1e-2)
+    assert gather_whole(model)["0.weight"].dtype == torch.bfloat16
 
 
 @ranks(2)

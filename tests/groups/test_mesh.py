@@ -206,6 +206,17 @@ def test_to_device_mesh_has_the_same_groups():
     assert device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
 
 
+@ranks(2)
+@pytest.mark.parametrize("device_type", [None, "cpu", "cuda"])
+def test_to_device_mesh_takes_the_type_of_device(device_type):
+    """By default that of the back end; another is only said, and no device is touched."""
+    mesh = Mesh(tp=2)
+    device_mesh = mesh.to_device_mesh(device_type)
+    assert device_mesh.device_type == (device_type or "cpu")
+    assert device_mesh.get_group() is mesh.group("tp").pg
+    assert not torch.cuda.is_initialized()
+
+
 @ranks(1)
 def test_a_mesh_of_one_rank_is_no_device_mesh():
     with pytest.raises(ValueError, match="must have an axis larger than 1"):
