@@ -55,10 +55,12 @@ OPTIONAL = {
     "fsspec",
     "matplotlib",
     "pytest",
+    "tensorboard",
     "torchao",
     "transformer_engine",
     "transformers",
     "triton",
+    "wandb",
     "zmq",
 }
 

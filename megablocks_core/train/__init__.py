@@ -44,6 +44,10 @@ from megablocks_core.train.schedule import (
     warmup_stable_decay_schedule as warmup_stable_decay_schedule,
 )
 from megablocks_core.train.scheduled import Scheduled as Scheduled
+from megablocks_core.train.sinks import Sink as Sink
+from megablocks_core.train.sinks import Sinks as Sinks
+from megablocks_core.train.sinks import TensorBoard as TensorBoard
+from megablocks_core.train.sinks import WandB as WandB
 from megablocks_core.train.stop import StopAfter as StopAfter
 from megablocks_core.train.timing import StepTimer as StepTimer
 from megablocks_core.train.watch import watch as watch

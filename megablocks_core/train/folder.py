@@ -86,6 +86,10 @@ class RunFolder:
             }
             self._save()
 
+    def close(self) -> None:
+        """End this start, without an error; a ``with`` block does it and knows of errors."""
+        self.__exit__(None, None, None)
+
     def __enter__(self) -> RunFolder:
         return self
 
