@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -82,7 +83,7 @@ class StepTimer:
         self._enabled = enabled
         if enabled:
             self._speaks_for_host, self._host_cores = _host(group)
-            self._start_again()
+            self._start_again(_read_clocks())
             self._step_began = time.perf_counter()
 
     def __call__(self, phase: str) -> AbstractContextManager[None]:
@@ -140,8 +141,9 @@ class StepTimer:
         """
         if not self._enabled:
             return {}
-        own = {**self._sums, **self._machine()}
-        self._start_again()
+        reading = _read_clocks()
+        own = {**self._sums, **self._machine(self._before, reading)}
+        self._start_again(reading)
         row = torch.tensor([list(own.values())], dtype=torch.float64, device=self.device)
         rows = gather_from(row, dim=0, group=self.group, sizes=[1] * self.group.size).cpu()
         total = dict(zip(own, rows.sum(0).tolist(), strict=True))
@@ -168,23 +170,22 @@ class StepTimer:
         }
         return {name: Mean(*pair) for name, pair in pairs.items() if pair[1]}
 
-    def _machine(self) -> dict[str, float]:
-        """This rank's share of what the machine did since the last call of ``reduce``."""
-        speaks, network = self._speaks_for_host, network_bytes()
+    def _machine(self, before: _Reading, now: _Reading) -> dict[str, float]:
+        """This rank's share of what the machine did between two readings."""
+        speaks = self._speaks_for_host
         return {
-            "wall": time.perf_counter() - self._wall_before,
-            "cpu_seconds": cpu_seconds() - self._cpu_before,
+            "wall": now.wall - before.wall,
+            "cpu_seconds": now.cpu - before.cpu,
             "cores": self._host_cores if speaks else 0,
             "peak_memory": peak_memory_bytes(),
-            "tells_network": network is not None,
-            "network": (network or 0) - (self._network_before or 0) if speaks else 0,
+            "tells_network": now.network is not None,
+            "network": (now.network or 0) - (before.network or 0) if speaks else 0,
         }
 
-    def _start_again(self) -> None:
+    def _start_again(self, reading: _Reading) -> None:
         times = tuple(phase + " times" for phase in BESIDE)
         self._sums = dict.fromkeys((*_COUNTED, *self.phases, *BESIDE, *times), 0.0)
-        self._wall_before, self._cpu_before = time.perf_counter(), cpu_seconds()
-        self._network_before = network_bytes()
+        self._before = reading
 
     def _sample_if_due(self) -> None:
         every = self._sample_every
@@ -195,6 +196,18 @@ class StepTimer:
             self._sample.start()
             self._sample_began = time.perf_counter()
             self._step_began += self._sample_began - before
+
+
+class _Reading(NamedTuple):
+    """What the clocks said: seconds, seconds of processor time, bytes sent by the machine."""
+
+    wall: float
+    cpu: float
+    network: int | None
+
+
+def _read_clocks() -> _Reading:
+    return _Reading(time.perf_counter(), cpu_seconds(), network_bytes())
 
 
 def _host(group: Group) -> tuple[bool, int]:
