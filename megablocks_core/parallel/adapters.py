@@ -121,6 +121,11 @@ class Adapter:
         """Whether the layer's weight holds the product already."""
         return self.base is not None
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a factor is one of ``fully_shard``'s slices now."""
+        return any(hasattr(factor.weight, "full_tensor") for factor in (self.a, self.b))
+
     def add(self, y: Tensor, x: Tensor, padding_idx: int | None = None) -> Tensor:
         """``y + scale * B A x``, or ``y`` if merged."""
         return y if self.merged else self.up(y, self.down(x, padding_idx))
@@ -240,14 +245,15 @@ class Add:
 class Lend:
     """Before the module that holds several adapted layers: one message for all their sums.
 
-    A layer that is called from elsewhere sums its own.
+    A layer that is called from elsewhere sums its own, and so does one that ``fully_shard`` has
+    cut by itself, whose factors are not here yet.
     """
 
     adapters: tuple[Adapter, ...]
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Hand out copies of the factors."""
-        adapters = [adapter for adapter in self.adapters if not adapter.merged]
+        adapters = [x for x in self.adapters if not (x.merged or x.is_sharded)]
         copies = _copies([(adapter, which) for adapter in adapters for which in range(2)])
         for index, adapter in enumerate(adapters):
             adapter.lent = (copies[2 * index], copies[2 * index + 1])

@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megablocks_core.groups import LOCAL, Group, Segment
+from megablocks_core.groups import LOCAL, Group, Mesh, Segment, marks, whole_tensor
 from megablocks_core.parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -45,9 +47,16 @@ class _Block(nn.Module):
         return self.down(gate * up)
 
 
-def _adapted(group, **options):
+class _Apart(_Block):
+    """The same, each layer called by itself."""
+
+    def forward(self, x):
+        return self.down(self.gate(x) * self.up(x))
+
+
+def _adapted(group, kind=_Block, **options):
     torch.manual_seed(0)
-    block = _Block(group, **options)
+    block = kind(group, **options)
     add_lora(block, "*", rank=2, alpha=4)
     return fill(block)
 
@@ -165,15 +174,20 @@ def test_a_base_that_thaws_has_the_gradients_of_one_process(sequence_parallel):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     for block in (whole, cut):
         block.double().gate.weight.requires_grad_()
-        block.down.lora_B.weight.requires_grad_(False)
+        block.down.get_parameter("lora_B.weight").requires_grad_(False)
     whole(x.double()).square().sum().backward()
     own = x.double().chunk(group.size)[group.rank] if sequence_parallel else x.double()
     cut(own).square().sum().backward()
     rows = slice(group.rank * 6, group.rank * 6 + 6)
     assert_close(cut.gate.weight.grad, whole.gate.weight.grad[rows])
-    assert_close(cut.gate.lora_A.weight.grad, whole.gate.lora_A.weight.grad)
-    assert_close(cut.gate.lora_B.weight.grad, whole.gate.lora_B.weight.grad[rows])
-    assert cut.down.lora_B.weight.grad is None
+    assert_close(
+        cut.gate.get_parameter("lora_A.weight").grad, whole.gate.get_parameter("lora_A.weight").grad
+    )
+    assert_close(
+        cut.gate.get_parameter("lora_B.weight").grad,
+        whole.gate.get_parameter("lora_B.weight").grad[rows],
+    )
+    assert cut.down.get_parameter("lora_B.weight").grad is None
 
 
 @ranks(1, 2)
@@ -234,9 +248,69 @@ def test_packed_columns_of_16_bits_sum_in_their_own_type():
 def test_factors_start_by_the_whole_number_of_inputs():
     model = nn.Sequential(nn.Linear(400, 64))
     add_lora(model, "0", rank=32, alpha=4, seed=1)
-    a = model[0].lora_A.weight
+    a = model.get_parameter("0.lora_A.weight").detach()
     bound = 400**-0.5
-    assert a.abs().max() <= bound and abs(float(a.std()) - bound / 3**0.5) < 0.02 * bound
-    assert not model[0].lora_B.weight.any()
+    assert a.abs().max() <= bound and abs(a.std().item() - bound / 3**0.5) < 0.02 * bound
+    assert not model.get_parameter("0.lora_B.weight").any()
     assert repr(model[0].lora_A) == "LoraFactor([32, 400])"
     assert isinstance(model[0].lora_A, LoraFactor)
+
+
+@ranks(4)
+@pytest.mark.parametrize("unit", ["block", "layer"])
+def test_sharded_adapters_have_the_gradients_of_one_process(unit):
+    mesh = Mesh(tp=2, dp=2)
+    whole = _adapted(LOCAL)
+    cut = _adapted(mesh.group("tp"), _Apart if unit == "layer" else _Block)
+    over = mesh.to_device_mesh()["dp"]
+    for layer in (cut.gate, cut.up, cut.down) if unit == "layer" else ():
+        fully_shard(layer, mesh=over)
+    fully_shard(cut, mesh=over)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    whole(x).square().sum().backward()
+    cut(x.chunk(2)[mesh.group("dp").rank]).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    trained = [(name, p, specs) for name, p, specs in marks(cut) if p.requires_grad]
+    assert len(trained) == 6
+    for name, parameter, specs in trained:
+        gradient = whole_tensor(parameter.grad, specs) * 2  # fully_shard takes the mean
+        assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4)
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_messages_have_the_sizes_of_the_table(sequence_parallel):
+    """With T=6, I=8, O=12 and R=2: the table of docs/traffic.md."""
+    block = _adapted(_world(), sequence_parallel=sequence_parallel)
+    x = torch.ones(3 if sequence_parallel else 6, 8, requires_grad=True)
+    with _Sizes() as forward:
+        y = block(x)
+    with _Sizes() as backward:
+        y.sum().backward()
+    factors = 2 * (2 * 8) + 8 * 2
+    if sequence_parallel:
+        assert forward.sizes == {"all_gather": [6 * 4, 6 * 8], "reduce_scatter": [6 * 8]}
+        assert backward.sizes == {
+            "all_gather": [6 * 8],
+            "reduce_scatter": [6 * 4, 6 * 8],
+            "all_reduce": [factors],
+        }
+    else:
+        assert forward.sizes == {"all_reduce": [6 * 8]}
+        assert backward.sizes == {"all_reduce": sorted([6 * 8, factors])}
+
+
+class _Sizes(TorchDispatchMode):
+    """The elements that collectives sent, by kind, sorted: the gathered or unscattered tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            if str(func).startswith(f"_c10d_functional.{kind}"):
+                sent = result if kind == "all_gather" else args[0]
+                self.sizes[kind] = sorted([*self.sizes.get(kind, []), sent.numel()])
+        return result

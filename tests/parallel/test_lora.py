@@ -153,7 +153,7 @@ def test_only_adapters_train_and_other_names_stay():
 def test_a_second_call_leaves_adapters_that_are_there_alone():
     model = _mlp()
     add_lora(model, "up", rank=2, alpha=4)
-    model["up"].lora_A.weight.requires_grad_(False)
+    model.get_parameter("up.lora_A.weight").requires_grad_(False)
     add_lora(model, "down", rank=3, alpha=4)
     flags = {name: p.requires_grad for name, p in model.named_parameters() if "lora" in name}
     assert list(flags.values()) == [False, True, True, True]
@@ -167,7 +167,7 @@ def test_the_scale(rslora, scale):
     add_lora(model, "0", rank=4, alpha=12, rslora=rslora)
     assert torch.equal(model(x), y)
     fill(model)
-    a, b = model[0].lora_A.weight, model[0].lora_B.weight
+    a, b = model.get_parameter("0.lora_A.weight"), model.get_parameter("0.lora_B.weight")
     assert_close(model(x), y + scale * (x @ a.T @ b.T))
 
 
@@ -249,7 +249,7 @@ def test_gather_makes_adapters_whole_again(sequence_parallel):
     assert f"{layer}.q_proj.lora_B.weight" in report.cut
     assert f"{layer}.o_proj.lora_A.weight" in report.cut
     assert f"{layer}.q_proj.lora_A.weight" in report.summed
-    assert model.lm_head.lora_B.weight.shape[0] < 101
+    assert model.lm_head.get_parameter("lora_B.weight").shape[0] < 101
     gather(model)
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
@@ -285,9 +285,11 @@ def test_a_merged_adapter_is_not_cut():
 def test_whole_factors_keep_their_identity_for_an_optimizer():
     model = nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8))
     add_lora(model, ["0", "2"], rank=2, alpha=4)
-    a, b = model[0].lora_A.weight, model[2].lora_B.weight
+    a, b = model.get_parameter("0.lora_A.weight"), model.get_parameter("2.lora_B.weight")
     tensor_parallelize(model, {"0": "column", "2": "row"}, group=_world())
-    assert model[0].lora_A.weight is a and model[2].lora_B.weight is b
+    assert (
+        model.get_parameter("0.lora_A.weight") is a and model.get_parameter("2.lora_B.weight") is b
+    )
 
 
 class _PeftLinear(nn.Module):

@@ -89,7 +89,7 @@ def test_whole_factors_count_once_in_the_norm():
             whole = parameter.numel() * (2 if specs else 1)
             total += whole
     # The embedding's nine columns are cut in five and four.
-    total += 3 * 9 - 2 * model[0].lora_embedding_A.weight.numel()
+    total += 3 * 9 - 2 * model.get_parameter("0.lora_embedding_A.weight").numel()
     assert clip_grad_norm_(model, 1.0) == pytest.approx(total**0.5)
 
 
@@ -110,7 +110,7 @@ def test_whole_layers_on_own_tokens_sum_both_factors():
             )
         if not before:
             add_lora(model, ["0", "1"], rank=2, alpha=4, seed=3)
-        nn.init.ones_(model[0].lora_B.weight)
+        nn.init.ones_(model.get_parameter("0.lora_B.weight"))
         return model
 
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
