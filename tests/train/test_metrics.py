@@ -131,3 +131,53 @@ def test_wrong_names_and_shapes_are_refused():
         metrics.add("loss", torch.ones(2))
     with pytest.raises(ValueError, match="must only name metrics"):
         metrics.load_state_dict({"accuracy": [1, 1]})
+
+
+def step_of(seed):
+    """Negative losses of a step's tokens, and which of them count."""
+    generator = torch.Generator().manual_seed(seed)
+    losses = -3.0 + torch.rand(8, 4, generator=generator, dtype=torch.float64)
+    return losses, torch.rand(8, 4, generator=generator) < 0.7
+
+
+def reported(*, every, num_micro_batches, resumed_at, group):
+    """Means of windows of six steps, from lines every ``every`` steps, after a resume."""
+    metrics, lines = Metrics("loss", group=group), []
+    for step in range(12):
+        if step == resumed_at:  # between two lines too
+            state = metrics.state_dict()
+            metrics = Metrics("loss", group=group)
+            metrics.load_state_dict(state)
+        losses, mask = step_of(step)
+        rows = slice(group.rank, None, group.size)
+        for loss, counted in zip(
+            losses[rows].chunk(num_micro_batches), mask[rows].chunk(num_micro_batches), strict=True
+        ):
+            metrics.add("loss", loss[counted].sum(), counted.sum())
+        if step % every == every - 1:
+            lines.append(metrics.reduce()["loss"])
+    half = len(lines) // 2
+    return pooled(lines[:half]), pooled(lines[half:])
+
+
+@ranks(1, 2, 4)
+def test_a_reported_loss_knows_no_interval_micro_batch_or_resume_and_keeps_its_sign():
+    group = world()
+    expected = []
+    for first in (0, 6):
+        total, count = 0.0, 0
+        for losses, mask in map(step_of, range(first, first + 6)):
+            total, count = total + losses[mask].sum().item(), count + mask.sum().item()
+        expected.append((total / count, count))
+    for every in (1, 2, 3, 6):
+        for num_micro_batches in (1, 2):
+            for resumed_at in (None, 4, 5):
+                found = reported(
+                    every=every,
+                    num_micro_batches=num_micro_batches,
+                    resumed_at=resumed_at,
+                    group=group,
+                )
+                for mean, (value, count) in zip(found, expected, strict=True):
+                    assert mean == pytest.approx(value, rel=1e-14) and mean < 0
+                    assert mean.count == count
