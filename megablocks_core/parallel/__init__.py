@@ -7,6 +7,7 @@ from megablocks_core.parallel.cross_entropy import (
 from megablocks_core.parallel.dropout import Dropout as Dropout
 from megablocks_core.parallel.dropout import DropoutKey as DropoutKey
 from megablocks_core.parallel.dropout import dropout as dropout
+from megablocks_core.parallel.dropout_modules import dropout_modules as dropout_modules
 from megablocks_core.parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from megablocks_core.parallel.gradients import reduce_gradients as reduce_gradients
 from megablocks_core.parallel.initial import reset_parameters as reset_parameters
@@ -14,6 +15,9 @@ from megablocks_core.parallel.linear import ColumnParallelLinear as ColumnParall
 from megablocks_core.parallel.linear import RowParallelLinear as RowParallelLinear
 from megablocks_core.parallel.linear import column_linears as column_linears
 from megablocks_core.parallel.linear import gather_features as gather_features
+from megablocks_core.parallel.linear_cross_entropy import (
+    linear_cross_entropy as linear_cross_entropy,
+)
 from megablocks_core.parallel.lora import add_lora as add_lora
 from megablocks_core.parallel.lora import remove_lora as remove_lora
 from megablocks_core.parallel.lora_files import load_lora as load_lora

@@ -6,12 +6,10 @@ of the vocabulary, each with k numbers a token: blocks of this rank, or ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
 
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.groups.collectives import (
@@ -25,18 +23,22 @@ from megablocks_core.groups.collectives import (
 from megablocks_core.parallel.token_chunks import Chunk
 from megablocks_core.parallel.vocabulary import Columns
 
-# Logits of a chunk, and of a block that a CPU's cache holds. Longer chunks gain nothing there,
-# since products with a hundred tokens run as fast as with a thousand.
-_CHUNK, _BLOCK = 12 << 20, 1 << 18
-_MOST_TOKENS, _FEWEST_COLUMNS = 1024, 512
+# On CPU: logits of a chunk, and of a block that the cache holds. Products with more tokens, or
+# with more columns at a time, run no faster there.
+_CHUNK, _MOST_TOKENS = 1 << 26, 1024
+_BLOCK, _FEWEST_COLUMNS = 1 << 19, 512
+# On other devices: logits of a chunk, all columns of it at once.
 _CHUNK_OF_DEVICE = 1 << 27
 
 
 class Criterion(Protocol):
     """A loss of a chunk's tokens, from numbers that add up over parts of the vocabulary."""
 
-    def partial(self, x_nb: Tensor, first: int) -> Tensor:
-        """The numbers [k n] of columns ``first``, ``first + 1``, ... of the vocabulary."""
+    def partial_(self, x_nb: Tensor, first: int) -> Tensor:
+        """The numbers [k n] of columns ``first``, ``first + 1``, ... of the vocabulary.
+
+        The logits may become whatever ``differentiate_`` wants to find in their place.
+        """
         ...
 
     def merge(self, parts_Pkn: Tensor) -> Tensor:
@@ -47,8 +49,10 @@ class Criterion(Protocol):
         """Each token's loss, from the numbers of the whole vocabulary."""
         ...
 
-    def differentiate_(self, x_nb: Tensor, first: int, sums_kn: Tensor, scale_n: Tensor) -> None:
-        """Replace logits by the gradient of ``scale_n`` times the losses in them."""
+    def differentiate_(
+        self, x_nb: Tensor, first: int, part_kn: Tensor, sums_kn: Tensor, scale_n: Tensor
+    ) -> None:
+        """The gradient of ``scale_n`` times the losses in the logits, in their place."""
         ...
 
 
@@ -71,57 +75,27 @@ class Wanted(NamedTuple):
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class Job(Protocol):
-    """All that a loss takes beside the tensors that may have gradients."""
-
-    def run(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        wanted: Wanted,
-    ) -> tuple[Tensor, Gradients]:
-        """Losses [T], and the gradients of their sum or of ``scale`` times them."""
-        ...
-
-
-def wanted(*tensors: Tensor | None) -> Wanted:
-    """Which of hidden, weight and bias need a gradient."""
-    enabled = torch.is_grad_enabled()
-    return Wanted(*(enabled and x is not None and x.requires_grad for x in tensors))
-
-
-def total_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job) -> Tensor:
-    """The sum of the losses; gradients are computed along with them."""
-    return _Total.apply(hidden, weight, bias, job, wanted(hidden, weight, bias))
-
-
-def token_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job) -> Tensor:
-    """The losses [T]; backward computes the logits again."""
-    return _PerToken.apply(hidden, weight, bias, job)
-
-
-def group_named(name: str) -> Group:
-    """The group whose process group torch's functional collectives know by ``name``."""
-    return Group.of(resolve_process_group(name)) if name else LOCAL
-
-
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
     """In what losses are computed: float64 if a tensor is, else float32."""
     wide = any(x.dtype == torch.float64 for x in tensors)
     return torch.float64 if wide else torch.float32
 
 
-def chunk_length(columns: Columns, device: torch.device, buffers: int = 1) -> int:
-    """How many tokens to work on at a time."""
-    if device.type != "cpu":
-        return max(1, _CHUNK_OF_DEVICE // max(columns.widest * buffers, 1))
-    return min(_MOST_TOKENS, max(1, _CHUNK // max(columns.widest * buffers, 1)))
+def chunk_length(head: Head, columns: Columns, wide: torch.dtype, *, others: int = 0) -> int:
+    """How many tokens to work on at a time.
+
+    Less where other things beside the logits take memory: slopes of bounded ones, the sum of
+    a 16-bit weight's gradient, and those ``others`` that the caller knows of.
+    """
+    things = 1 + others + (head.soft_cap is not None) + (head.weight.dtype != wide)
+    size = max(columns.widest * things, 1)
+    if head.weight.device.type != "cpu":
+        return max(1, _CHUNK_OF_DEVICE // size)
+    return min(_MOST_TOKENS, max(1, _CHUNK // size))
 
 
-class HeadChunks:
-    """The logits of one head, for one chunk after another, in memory that is used again."""
+class HeadLogits:
+    """The logits of a head for one chunk after another, in memory that is used again."""
 
     def __init__(
         self, head: Head, columns: Columns, wide: torch.dtype, chunks: Sequence[Chunk]
@@ -129,40 +103,48 @@ class HeadChunks:
         self.head, self.first, self.wide = head, columns.first, wide
         width, device = columns.own, head.weight.device
         longest = max((len(chunk.places) for chunk in chunks), default=0)
-        step = width if device.type != "cpu" else max(_FEWEST_COLUMNS, _BLOCK // max(longest, 1))
-        starts = range(0, width, max(step, 1)) if width else (0,)
-        self.blocks = [slice(start, min(start + step, width)) for start in starts]
-        self.room = torch.empty(width * longest, dtype=wide, device=device)
+        step = max(_FEWEST_COLUMNS, _BLOCK // max(longest, 1))
+        if device.type != "cpu":
+            step = max(width, 1)
+        self.blocks = [slice(at, min(at + step, width)) for at in range(0, max(width, 1), step)]
+        self._logits = torch.empty(width * longest, dtype=wide, device=device)
+        self._slopes = None if head.soft_cap is None else torch.empty_like(self._logits)
 
-    def logits(self, h_nH: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Blocks of columns and their logits [n b]."""
+    def compute(self, block: slice, h_nH: Tensor) -> Tensor:
+        """The logits [n b] of a block of columns."""
         weight, bias, soft_cap = self.head
-        for block in self.blocks:
-            x_nb = self.of(block, len(h_nH))
-            _product(h_nH, weight[block].t(), out=x_nb)
-            if bias is not None:
-                x_nb.add_(bias[block])
-            if soft_cap is not None:
-                x_nb.div_(soft_cap).tanh_().mul_(soft_cap)
-            yield block, x_nb
+        x_nb = self.of(block, len(h_nH))
+        _product(h_nH, weight[block].t(), out=x_nb)
+        if bias is not None:
+            x_nb.add_(bias[block])
+        if soft_cap is not None:
+            x_nb.div_(soft_cap).tanh_()
+            torch.square(x_nb, out=self._slope_of(block, len(h_nH))).neg_().add_(1.0)
+            x_nb.mul_(soft_cap)
+        return x_nb
 
     def of(self, block: slice, num_tokens: int) -> Tensor:
-        """Where the logits of a block are."""
-        width = block.stop - block.start
-        start = block.start * num_tokens
-        return self.room[start : start + width * num_tokens].view(num_tokens, width)
+        """What is in the place of a block's logits [n b]."""
+        return _of(self._logits, block, num_tokens)
 
-    def slope(self, x_nb: Tensor) -> Tensor | None:
-        """The derivative of the bounded logits in the unbounded ones."""
-        soft_cap = self.head.soft_cap
-        if soft_cap is None:
-            return None
-        return (x_nb / soft_cap).square_().neg_().add_(1.0)
+    def undo_bound_(self, dx_nb: Tensor, block: slice) -> None:
+        """Make the gradient in a block's bounded logits that in the unbounded ones."""
+        if self._slopes is not None:
+            dx_nb.mul_(self._slope_of(block, len(dx_nb)))
+
+    def _slope_of(self, block: slice, num_tokens: int) -> Tensor:
+        assert self._slopes is not None
+        return _of(self._slopes, block, num_tokens)
+
+
+def _of(room: Tensor, block: slice, num_tokens: int) -> Tensor:
+    width = block.stop - block.start
+    return room[block.start * num_tokens :][: width * num_tokens].view(num_tokens, width)
 
 
 def run_chunks(
     hidden_NH: Tensor,
-    logits: HeadChunks,
+    logits: HeadLogits,
     criterion_of: Callable[[Chunk], Criterion],
     chunks: Sequence[Chunk],
     *,
@@ -175,40 +157,30 @@ def run_chunks(
 
     Gradients of hidden states come in their dtype, the others in that of the losses.
     """
-    weight, bias, _ = logits.head
     losses_N = hidden_NH.new_zeros(scale_T.numel(), dtype=logits.wide)
-    dhidden_NH = torch.zeros_like(hidden_NH) if wanted.hidden else None
-    dweight = torch.zeros_like(weight, dtype=logits.wide) if wanted.weight else None
-    dbias = torch.zeros_like(bias, dtype=logits.wide) if bias is not None and wanted.bias else None
+    sums = _Sums(hidden_NH, logits, wanted, group, sequence_parallel)
     cut = group if sequence_parallel else LOCAL
-    landing = _Landing(dhidden_NH, group, sequence_parallel)
     for chunk, h_nH in _hidden_chunks(hidden_NH, chunks, cut, logits.wide):
-        criterion = criterion_of(chunk)
-        parts = [criterion.partial(x, logits.first + at.start) for at, x in logits.logits(h_nH)]
+        criterion, scale_n = criterion_of(chunk), scale_T.reshape(-1)[chunk.places]
+        parts = [
+            criterion.partial_(logits.compute(block, h_nH), logits.first + block.start)
+            for block in logits.blocks
+        ]
         sums_kn = criterion.merge(torch.stack(parts))
         if group.size > 1:
             sums_kn = criterion.merge(_from_all_ranks(sums_kn, group))
         losses_N[chunk.places] = criterion.losses(sums_kn).to(logits.wide)
         if not any(wanted):
             continue
-        scale_n = scale_T.reshape(-1)[chunk.places]
-        dh_nH = torch.zeros_like(h_nH, dtype=logits.wide) if wanted.hidden else None
-        for block in logits.blocks:
-            x_nb = logits.of(block, len(h_nH))
-            slope_nb = logits.slope(x_nb)
-            criterion.differentiate_(x_nb, logits.first + block.start, sums_kn, scale_n)
-            if slope_nb is not None:
-                x_nb.mul_(slope_nb)
-            if dh_nH is not None:
-                _add_product(dh_nH, x_nb, weight[block])
-            if dweight is not None:
-                _add_product(dweight[block], x_nb.t(), h_nH)
-            if dbias is not None:
-                dbias[block] += x_nb.sum(0)
-        if dh_nH is not None:
-            landing.start(chunk, dh_nH)
-    landing.finish()
-    return losses_N.view(scale_T.shape), (dhidden_NH, dweight, dbias)
+        sums.begin(chunk, h_nH)
+        for block, part_kn in zip(logits.blocks, parts, strict=True):
+            dx_nb = logits.of(block, len(h_nH))
+            first = logits.first + block.start
+            criterion.differentiate_(dx_nb, first, part_kn, sums_kn, scale_n)
+            logits.undo_bound_(dx_nb, block)
+            sums.add(block, dx_nb)
+        sums.end()
+    return losses_N.view(scale_T.shape), sums.finish()
 
 
 def _hidden_chunks(
@@ -232,32 +204,68 @@ def _hidden_chunks(
         yield chunk, h_nH if _stays_narrow(h_nH) else h_nH.to(wide)
 
 
-class _Landing:
-    """Sums gradients of hidden states over the ranks while the next chunk is computed."""
+class _Sums:
+    """Gradients of hidden states, weight and bias, summed up from those in logits.
 
-    def __init__(self, target_NH: Tensor | None, group: Group, sequence_parallel: bool) -> None:
-        self.target_NH, self.group, self.scatters = target_NH, group, sequence_parallel
+    A chunk's gradient of hidden states is summed over the ranks while the next chunk is
+    computed.
+    """
+
+    def __init__(
+        self,
+        hidden_NH: Tensor,
+        logits: HeadLogits,
+        wanted: Wanted,
+        group: Group,
+        sequence_parallel: bool,
+    ) -> None:
+        self.weight, self.wide = logits.head.weight, logits.wide
+        self.group, self.scatters = group, sequence_parallel
+        self.hidden = torch.zeros_like(hidden_NH) if wanted.hidden else None
+        shape = self.weight.shape
+        self.dweight = hidden_NH.new_zeros(shape, dtype=self.wide) if wanted.weight else None
+        self.dbias = hidden_NH.new_zeros(shape[0], dtype=self.wide) if wanted.bias else None
         self.flying: tuple[Chunk, Tensor] | None = None
 
-    def start(self, chunk: Chunk, dh_nH: Tensor) -> None:
-        self.finish()
-        if self.group.size > 1 and self.scatters:
-            dh_nH = start_reduce_scatter(dh_nH, dim=0, group=self.group, sizes=chunk.sizes)
-        elif self.group.size > 1:
-            dh_nH = start_all_reduce(dh_nH, group=self.group)
-        self.flying = chunk, dh_nH
+    def begin(self, chunk: Chunk, h_nH: Tensor) -> None:
+        self.chunk, self.h_nH = chunk, h_nH
+        if self.hidden is not None:
+            self.dh_nH = h_nH.new_zeros(h_nH.shape, dtype=self.wide)
 
-    def finish(self) -> None:
-        if self.target_NH is None or self.flying is None:
+    def add(self, block: slice, dx_nb: Tensor) -> None:
+        if self.hidden is not None:
+            _add_product(self.dh_nH, dx_nb, self.weight[block])
+        if self.dweight is not None:
+            _add_product(self.dweight[block], dx_nb.t(), self.h_nH)
+        if self.dbias is not None:
+            self.dbias[block] += dx_nb.sum(0)
+
+    def end(self) -> None:
+        self._land()
+        if self.hidden is None:
             return
-        chunk, dh_nH = self.flying
+        flying = self.dh_nH
+        if self.group.size > 1 and self.scatters:
+            sizes = self.chunk.sizes
+            flying = start_reduce_scatter(flying, dim=0, group=self.group, sizes=sizes)
+        elif self.group.size > 1:
+            flying = start_all_reduce(flying, group=self.group)
+        self.flying = self.chunk, flying
+
+    def finish(self) -> Gradients:
+        self._land()
+        return self.hidden, self.dweight, self.dbias
+
+    def _land(self) -> None:
+        if self.hidden is None or self.flying is None:
+            return
+        (chunk, dh_nH), self.flying = self.flying, None
         if self.group.size > 1 and self.scatters:
             sizes = chunk.sizes
             dh_nH = finish_reduce_scatter(dh_nH, dim=0, group=self.group, sizes=sizes)
         elif self.group.size > 1:
             dh_nH = wait(dh_nH)
-        self.target_NH[chunk.own] = dh_nH.to(self.target_NH.dtype)
-        self.flying = None
+        self.hidden[chunk.own] = dh_nH.to(self.hidden.dtype)
 
 
 def _from_all_ranks(sums_kn: Tensor, group: Group) -> Tensor:
@@ -280,11 +288,6 @@ def maxima(x_nb: Tensor) -> Tensor:
     return x_nb.amax(-1)
 
 
-def exponentials(x_nb: Tensor, top_n: Tensor) -> Tensor:
-    """``exp(x - top)``, in new memory."""
-    return torch.sub(x_nb, top_n.unsqueeze(-1)).exp_()
-
-
 def _stays_narrow(x: Tensor) -> bool:
     """Whether products take factors of 16 bits as they are, and still add up in float32."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
@@ -302,65 +305,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(torch.mm(a.to(b.dtype), b, out_dtype=total.dtype))
     else:
         total.addmm_(a, b.to(total.dtype))
-
-
-class _Total(torch.autograd.Function):
-    """The sum of losses. Its first backward hands out the gradients that forward computed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, wanted: Wanted
-    ) -> Tensor:
-        losses_T, gradients = job.run(hidden, weight, bias, None, wanted)
-        ctx.job, ctx.wanted, ctx.gradients = job, wanted, gradients
-        ctx.save_for_backward(hidden, weight, bias)
-        return losses_T.sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        # They are scaled in place and then the caller's: a backward after that starts anew.
-        gradients, ctx.gradients = ctx.gradients, None
-        hidden, weight, bias = ctx.saved_tensors
-        if gradients is None:
-            _, gradients = ctx.job.run(hidden, weight, bias, None, ctx.wanted)
-        dhidden, dweight, dbias = gradients
-        if dhidden is not None:
-            dhidden.mul_(dtotal)
-        dweight, dbias = _scaled(dweight, dtotal, weight), _scaled(dbias, dtotal, bias)
-        return dhidden, dweight, dbias, None, None
-
-
-class _PerToken(torch.autograd.Function):
-    """Each token's loss; nothing but the inputs is saved."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job
-    ) -> Tensor:
-        losses_T, _ = job.run(hidden, weight, bias, None, Wanted(False, False, False))
-        ctx.job = job
-        ctx.save_for_backward(hidden, weight, bias)
-        return losses_T
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dlosses_T: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias = ctx.saved_tensors
-        wanted = Wanted(*ctx.needs_input_grad[:3])
-        _, gradients = ctx.job.run(hidden, weight, bias, dlosses_T, wanted)
-        dhidden, dweight, dbias = gradients
-        one = dlosses_T.new_ones(())
-        return dhidden, _scaled(dweight, one, weight), _scaled(dbias, one, bias), None
-
-
-def _scaled(gradient: Tensor | None, scale: Tensor, like: Tensor | None) -> Tensor | None:
-    """``gradient`` times ``scale`` in the dtype of ``like``; in place if that is its own."""
-    if gradient is None or like is None:
-        return None
-    if gradient.dtype == like.dtype:
-        return gradient.mul_(scale)
-    result = torch.empty_like(like)
-    for part, source in zip(result.split(4096), gradient.split(4096), strict=True):
-        part.copy_(source * scale)
-    return result

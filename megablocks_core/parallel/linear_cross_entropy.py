@@ -14,18 +14,15 @@ from megablocks_core.groups import LOCAL, Group, chunk_slice
 from megablocks_core.parallel.chunked_head import (
     Gradients,
     Head,
-    HeadChunks,
+    HeadLogits,
     Wanted,
     chunk_length,
-    exponentials,
-    group_named,
     maxima,
     merge_exponentials,
     run_chunks,
-    token_losses,
-    total_loss,
     wide_dtype,
 )
+from megablocks_core.parallel.chunked_loss import group_named, token_losses, total_loss
 from megablocks_core.parallel.token_chunks import chunk_tokens
 from megablocks_core.parallel.vocabulary import agree_on_columns
 
@@ -181,13 +178,22 @@ class _Job(NamedTuple):
     ) -> tuple[Tensor, Gradients]:
         if not torch.compiler.is_compiling():
             return _run(hidden, weight, bias, scale, wanted, self)
-        targets, *options, group = self
         losses, *gradients = _opaque(
-            hidden, weight, bias, scale, list(wanted), targets, *options, group.name
+            hidden,
+            weight,
+            bias,
+            scale,
+            list(wanted),
+            self.targets,
+            self.vocab_size,
+            self.ignore_index,
+            [self.label_smoothing, self.z_loss],
+            self.soft_cap,
+            self.sequence_parallel,
+            self.group.name,
         )
         dhidden, dweight, dbias = (
-            gradient if needed else None
-            for gradient, needed in zip(gradients, wanted, strict=True)
+            gradient if needed else None for gradient, needed in zip(gradients, wanted, strict=True)
         )
         return losses, (dhidden, dweight, dbias)
 
@@ -209,12 +215,13 @@ def _run(
         group=group,
         names=("weight", "targets"),
     )
+    head = Head(weight, bias, job.soft_cap)
     cut = group if job.sequence_parallel else LOCAL
-    chunks = chunk_tokens(valid, chunk_length(columns, hidden.device), cut=cut)
+    chunks = chunk_tokens(valid, chunk_length(head, columns, wide), cut=cut)
     targets_N = targets.reshape(-1)
     losses, (dhidden, dweight, dbias) = run_chunks(
         hidden.reshape(-1, hidden.shape[-1]),
-        HeadChunks(Head(weight, bias, job.soft_cap), columns, wide, chunks),
+        HeadLogits(head, columns, wide, chunks),
         lambda chunk: _CrossEntropy(
             targets_N[chunk.places], job.label_smoothing, job.z_loss, columns.whole
         ),
@@ -235,12 +242,11 @@ class _CrossEntropy(NamedTuple):
     z_loss: float
     whole: int
 
-    def partial(self, x_nb: Tensor, first: int) -> Tensor:
-        top_n = maxima(x_nb)
-        numbers = [top_n, exponentials(x_nb, top_n).sum(-1), self._target_logits(x_nb, first)]
-        if self.label_smoothing:
-            numbers.append(x_nb.sum(-1))
-        return torch.stack(numbers)
+    def partial_(self, x_nb: Tensor, first: int) -> Tensor:
+        top_n, target_n = maxima(x_nb), self._target_logits(x_nb, first)
+        others = [target_n, x_nb.sum(-1)] if self.label_smoothing else [target_n]
+        x_nb.sub_(top_n.unsqueeze(-1)).exp_()
+        return torch.stack([top_n, x_nb.sum(-1), *others])
 
     def merge(self, parts_Pkn: Tensor) -> Tensor:
         top_Pn, exp_Pn, *others_Pn = parts_Pkn.unbind(1)
@@ -256,12 +262,14 @@ class _CrossEntropy(NamedTuple):
             losses_n = losses_n - self.label_smoothing / self.whole * x_n
         return losses_n
 
-    def differentiate_(self, x_nb: Tensor, first: int, sums_kn: Tensor, scale_n: Tensor) -> None:
+    def differentiate_(
+        self, x_nb: Tensor, first: int, part_kn: Tensor, sums_kn: Tensor, scale_n: Tensor
+    ) -> None:
         top_n, exp_n = sums_kn[:2]
-        factor_n = scale_n / exp_n
+        factor_n = (part_kn[0] - top_n).exp_() * scale_n / exp_n
         if self.z_loss:
             factor_n = factor_n * (1 + 2 * self.z_loss * (exp_n.log() + top_n))
-        x_nb.sub_(top_n.unsqueeze(-1)).exp_().mul_(factor_n.unsqueeze(-1))
+        x_nb.mul_(factor_n.unsqueeze(-1))
         if self.label_smoothing:
             x_nb.sub_((self.label_smoothing / self.whole * scale_n).unsqueeze(-1))
         here_n, place_n = self._places(x_nb, first)
@@ -292,14 +300,22 @@ def _opaque(
     targets: Tensor,
     vocab_size: int | None,
     ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
+    weights: list[float],
     soft_cap: float | None,
     sequence_parallel: bool,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = (vocab_size, ignore_index, label_smoothing, z_loss, soft_cap, sequence_parallel)
-    job = _Job(targets, *options, group_named(group_name))
+    label_smoothing, z_loss = weights
+    job = _Job(
+        targets,
+        vocab_size,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        soft_cap,
+        sequence_parallel,
+        group_named(group_name),
+    )
     losses, gradients = _run(hidden, weight, bias, scale, Wanted(*wanted), job)
     dhidden, dweight, dbias = (
         hidden.new_empty(0) if gradient is None else gradient for gradient in gradients

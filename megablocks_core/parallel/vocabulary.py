@@ -54,12 +54,12 @@ def agree_on_columns(
     widths = [words[0] for words in words_R5]
     step = _step(widths, vocab_size, rows)
     whole = sum(widths) if vocab_size is None else vocab_size
-    if vocab_size is None and len({tuple(words[4:]) for words in words_R5}) == 1 < group.size:
-        if words_R5[0][4]:
-            raise ValueError(
-                f"{rows} must be this rank's share of the vocabulary and not the whole one: it "
-                "is equal on all ranks"
-            )
+    prints = {words[4] for words in words_R5}
+    if vocab_size is None and group.size > 1 and len(prints) == 1 and prints != {0}:
+        raise ValueError(
+            f"{rows} must be this rank's share of the vocabulary and not the whole one: it is "
+            "equal on all ranks"
+        )
     low, high = min(words[1] for words in words_R5), max(words[2] for words in words_R5)
     if low < 0 or high >= whole:
         raise ValueError(
