@@ -112,6 +112,8 @@ def adapt(
         _check(name, places[name], rank, alpha)
         adapter = adapter_of(layers[name])
         if adapter is None:
+            if hasattr(layers[name].weight, "full_tensor"):
+                raise ValueError(f"{name}.weight is sharded: add adapters before fully_shard")
             new.append(name)
         elif not present:
             raise ValueError(f"{name} has an adapter already: remove_lora takes it off")

@@ -69,8 +69,6 @@ def place_of(name: str, layer: nn.Module) -> Place:
         raise ValueError(f"{name} is a {kind_of(layer)}; adapters are served on {served}")
     weight, specs = layer.get_parameter("weight"), specs_of(layer, "weight")
     embeds = isinstance(layer, _EMBEDDING)
-    if hasattr(weight, "full_tensor"):
-        raise ValueError(f"{name}.weight is sharded: add adapters before fully_shard")
     whole = logical_shape(weight, specs)
     shape = (whole[1], whole[0]) if embeds else (whole[0], whole[1])
     if not specs:
