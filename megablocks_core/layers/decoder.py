@@ -4,7 +4,7 @@ Dimensions: T tokens, H hidden size, V vocabulary, E documents. A lowercase lett
 rank's share of the capital one; under sequence parallelism t = T / tp.size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,8 +25,10 @@ from megablocks_core.parallel import (
     ColumnParallelLinear,
     Dropout,
     DropoutKey,
+    RecomputePolicy,
     VocabParallelEmbedding,
     gather_features,
+    recompute_modules,
 )
 from megablocks_core.parallel.adapters import LoraFactor
 from megablocks_core.parallel.counter import key_of
@@ -154,7 +156,9 @@ class Decoder(nn.Module):
         mesh: Its axis ``tp`` cuts the model; default one process. Tokens over ``dp`` are the
             caller's business.
         sequence_parallel: Between blocks every rank holds a slice of the tokens.
-        recompute: Not served yet.
+        recompute: Which modules run again in backward, in place of keeping what they compute:
+            names such as "layers.*" or "layers.*.mlp", or a ``RecomputePolicy``. Nothing else
+            changes, not by a bit.
         linear: Builds the projections of attention and feed-forward layers; see
             ``layers.linear.parallel_linear`` for what it is called with.
         norm: Builds the norms; called as ``RMSNorm`` is.
@@ -165,7 +169,7 @@ class Decoder(nn.Module):
 
     Raises:
         ValueError: Sizes do not divide evenly over ``tp``, the mesh has an axis that is not
-            served (``pp``, ``cp``), or an argument is not served yet.
+            served (``pp``, ``cp``), or ``recompute`` names no module.
     """
 
     def __init__(
@@ -174,7 +178,7 @@ class Decoder(nn.Module):
         *,
         mesh: Mesh | None = None,
         sequence_parallel: bool = False,
-        recompute: None = None,
+        recompute: str | Sequence[str] | RecomputePolicy | None = None,
         linear: LinearFactory | None = None,
         norm: Callable[..., nn.Module] | None = None,
         experts: Callable[..., nn.Module] | None = None,
@@ -182,7 +186,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _refuse(recompute=recompute, mesh=mesh)
+        _refuse(recompute, mesh=mesh, sequence_parallel=sequence_parallel)
         self.spec = spec
         self.tp = LOCAL if mesh is None else mesh.group("tp")
         self.sequence_parallel = sequence_parallel
@@ -220,6 +224,8 @@ class Decoder(nn.Module):
         self._tie()
         self.register_load_state_dict_post_hook(_tie_again)
         self.reset_parameters()
+        if recompute is not None:
+            recompute_modules(self, recompute)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
@@ -335,9 +341,13 @@ def _tie_again(decoder: Decoder, _: Any) -> None:
     decoder._tie()
 
 
-def _refuse(*, recompute: Any, mesh: Mesh | None) -> None:
-    if recompute is not None:
-        raise ValueError(f"recompute={recompute!r} must be None: recomputation is not served yet")
+def _refuse(recompute: Any, *, mesh: Mesh | None, sequence_parallel: bool) -> None:
+    cut = isinstance(recompute, RecomputePolicy) and recompute.cut_over.size > 1
+    if cut and sequence_parallel:
+        raise ValueError(
+            f"recompute={recompute} must not set cut_over under sequence parallelism: each rank "
+            "holds its own tokens already"
+        )
     for axis in ("pp", "cp"):
         if mesh is not None and mesh.size(axis) > 1:
             raise ValueError(f"mesh axis {axis}={mesh.size(axis)} must be 1: it is not served yet")

@@ -60,8 +60,8 @@ def recompute(
         keep: Operations whose results are kept instead of computed again: "matmul",
             "attention", "messages" (so that backward sends none again), or operations of
             ``torch.ops``. What backward does not need is kept too.
-        cut_over: Ranks on which the tensors of ``args`` are equal. Each keeps a slice of a
-            floating one (if it is contiguous and no parameter), and backward gathers them.
+        cut_over: Ranks on which the tensors of ``args`` are equal. Each keeps a slice of those
+            that have a gradient (are contiguous, and no parameters), and backward gathers them.
 
     Raises:
         ValueError: ``keep`` names no operation, or ``cut_over`` is set in compiled code.
@@ -162,7 +162,6 @@ class _Tensors:
         self.shapes = [
             leaves[place].shape if _is_cut(leaves[place], group) else None for place in self.places
         ]
-        self.graded = [leaves[place].requires_grad for place in self.places]
         self._whole = [[leaves[place] for place in self.places]]
 
     def saved(self) -> list[Tensor]:
@@ -192,12 +191,15 @@ class _Tensors:
         with torch.no_grad():
             flying = start_all_gather(x, dim=0, group=self.group, sizes=sizes)
             whole = finish_all_gather(flying, dim=0, sizes=sizes).view(shape)
-        return whole.requires_grad_(self.graded[index])
+        return whole.requires_grad_()
 
 
 def _is_cut(x: Tensor, group: Group) -> bool:
-    """Another layout than the contiguous one could change how an operation rounds."""
-    is_activation = x.is_floating_point() and not isinstance(x, nn.Parameter)
+    """What has no gradient is often shared by many regions, and a parameter is held anyway.
+
+    Another layout than the contiguous one could change how an operation rounds.
+    """
+    is_activation = x.requires_grad and not isinstance(x, nn.Parameter)
     return group.size > 1 and is_activation and x.is_contiguous()
 
 

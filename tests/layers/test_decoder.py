@@ -268,7 +268,7 @@ def test_injected_experts_equal_one_process():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"recompute": "block"}, "recompute='block' must be None"),
+        ({"recompute": "block"}, "modules='block' must name modules of the Decoder"),
         ({"mesh": Mesh(world_size=2, rank=0, pp=2)}, "mesh axis pp=2"),
         ({"mesh": Mesh(world_size=2, rank=0, cp=2)}, "mesh axis cp=2"),
     ],
