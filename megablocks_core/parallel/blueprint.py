@@ -3,13 +3,18 @@
 Everything that can be refused is refused here, by name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from megablocks_core.groups import Group, Segment, ShardSpec
+from megablocks_core.parallel.dropout_modules import (
+    DropoutOfModel,
+    place_dropouts,
+    refuse_other_dropouts,
+)
 from megablocks_core.parallel.plan import (
     Column,
     Experts,
@@ -127,7 +132,7 @@ class Blueprint:
 
 
 def draw(
-    module: nn.Module, styles: dict[str, Style], *, group: Group, sequence_parallel: bool
+    module: nn.Module, styles: Mapping[str, Style], *, group: Group, sequence_parallel: bool
 ) -> Blueprint:
     """Decide every cut of ``module``.
 
@@ -136,7 +141,13 @@ def draw(
     """
     if any(hasattr(part, UNDO) for part in module.modules()):
         raise ValueError(f"{_kind(module)} is cut already, whole or in part: gather it first")
+    styles = dict(styles)
     layers, final_norm = _decoder_layers(module)
+    dropouts = {
+        name: styles.pop(name, None)
+        for name, part in module.named_modules()
+        if isinstance(part, DropoutOfModel)
+    }
     blueprint = Blueprint(
         group,
         slices_layers=sequence_parallel and bool(layers),
@@ -161,7 +172,10 @@ def draw(
     else:
         _refuse_beside_cuts(module, blueprint, rest)
     if group.size > 1:
-        _refuse_dropout(module)
+        refuse_other_dropouts(module)
+    blueprint.attributes += place_dropouts(
+        dropouts, beside_cuts=_beside_cuts(module, blueprint), group=group
+    )
     _find_ties(module, blueprint)
     _count_heads(module, blueprint)
     return blueprint
@@ -300,20 +314,28 @@ def _decoder_layers(module: nn.Module) -> tuple[str, str]:
 
 def _refuse_beside_cuts(module: nn.Module, blueprint: Blueprint, names: Iterable[str]) -> None:
     """A parameter beside cut projections is likely used on own heads: the plan must say so."""
+    for name in filter(_beside_cuts(module, blueprint), names):
+        raise ValueError(
+            f"plan must name {name}, because it lies beside projections that are cut: as "
+            '"replicated" if it is used on own heads or features, as "whole" if on whole '
+            "activations"
+        )
+
+
+def _beside_cuts(module: nn.Module, blueprint: Blueprint) -> Callable[[str], bool]:
+    """Whether a name lies beside projections whose outputs stay cut."""
     head = output_head(module)
     beside = {
         parent_of(name)
         for name, style in blueprint.styles.items()
         if isinstance(style, Column) and not style.gather and name != head
     }
-    for name in names:
+
+    def lies(name: str) -> bool:
         owner = parent_of(name)
-        if owner in beside or (owner and parent_of(owner) in beside):
-            raise ValueError(
-                f"plan must name {name}, because it lies beside projections that are cut: as "
-                '"replicated" if it is used on own heads or features, as "whole" if on whole '
-                "activations"
-            )
+        return owner in beside or (owner != "" and parent_of(owner) in beside)
+
+    return lies
 
 
 def _refuse_whole_on_own_tokens(styles: dict[str, Style], blueprint: Blueprint) -> None:
@@ -324,18 +346,6 @@ def _refuse_whole_on_own_tokens(styles: dict[str, Style], blueprint: Blueprint) 
                 f'plan[{name!r}]="whole" is used on this rank\'s tokens under sequence '
                 'parallelism: plan it as "replicated", or leave it out'
             )
-
-
-def _refuse_dropout(module: nn.Module) -> None:
-    """Masks come from each rank's generator, so they are not those of one process."""
-    for name, part in module.named_modules():
-        for attribute in ("p", "attention_dropout"):
-            rate = getattr(part, attribute, None)
-            drops = attribute != "p" or isinstance(part, nn.modules.dropout._DropoutNd)
-            if drops and isinstance(rate, float) and rate > 0:
-                raise ValueError(
-                    f"{name}.{attribute}={rate} must be 0: ranks would draw different masks"
-                )
 
 
 def _refuse_uncut_mixing(module: nn.Module, blueprint: Blueprint) -> None:
