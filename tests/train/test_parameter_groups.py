@@ -174,6 +174,18 @@ def test_a_step_with_groups_is_that_of_one_process():
         torch.testing.assert_close(after[1][name], tensor, rtol=1e-12, atol=0)
 
 
+@ranks(2)
+def test_a_cut_by_fsdp_changes_no_group():
+    from torch.distributed.fsdp import fully_shard  # a second's import, for this test alone
+
+    options, base = {"lr": 1.0, "weight_decay": 0.1}, decoder(hidden=8, device="meta")
+    whole = parameter_groups(decoder(), options, mup_base=base)
+    model = decoder()
+    fully_shard(model)
+    cut = parameter_groups(model, options, mup_base=base)
+    assert options_by_name(cut) == options_by_name(whole) and str(cut) == str(whole)
+
+
 def test_mup_scales_matrices_by_their_inputs():
     base = decoder(hidden=8, tied=False, device="meta")
     model = decoder(hidden=32, tied=False)
