@@ -20,7 +20,9 @@ from pathlib import Path
 
 import torch
 
+from megablocks_core import data
 from megablocks_core.auto import decoder_from_hf
+from megablocks_core.layers import Decoder
 from megablocks_core.train import add_to_summary, read_run
 from megablocks_core.train.report import write_report
 
@@ -65,7 +67,7 @@ def play(out: Path, steps: int, others: list[str]) -> None:
     distance = max(abs(line.values["loss"] - other.values["loss"]) for line, other in pairs)
     found = {f"loss, tp=2 and one process, first {compared} steps, float32": distance}
     found |= distance_to_transformers(out / "hf")
-    sample = (out / "sample.txt").read_text()
+    sample = write_on(decoder_from_hf(out / "hf"), "def ", length=300)
     add_to_summary(out, {"layout_distance": found, "sample": sample})
     for what, value in found.items():
         print(f"largest difference of {what}: {value:.1e}")
@@ -121,6 +123,19 @@ def distance_to_transformers(folder: Path) -> dict[str, float]:
     theirs = AutoModelForCausalLM.from_pretrained(folder)(input_ids=tokens).logits
     ours = decoder_from_hf(folder)(tokens).logits
     return {"exported logits here and in transformers": float((ours - theirs).abs().max())}
+
+
+@torch.no_grad()
+def write_on(model: Decoder, prompt: str, *, length: int) -> str:
+    """Go on from ``prompt`` for some bytes, at temperature 0.7."""
+    generator = torch.Generator().manual_seed(0)
+    context = model.spec.extra["max_position_embeddings"]
+    tokens = [data.END_OF_DOCUMENT, *prompt.encode()]
+    for _ in range(length):
+        logits = model(torch.tensor([tokens[-context:]])).logits[0, -1]
+        choice = torch.multinomial((logits / 0.7).softmax(-1), 1, generator=generator)
+        tokens.append(int(choice))
+    return data.decode_bytes(tokens)
 
 
 def title(text: str) -> None:

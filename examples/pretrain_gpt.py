@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,17 +25,28 @@ import xxhash
 from torch import Tensor
 
 from megablocks_core import ckpt, data, export, parallel
-from megablocks_core.groups import Group, Mesh, logical_shape, marks, together
+from megablocks_core.groups import Group, Mesh, together
 from megablocks_core.layers import Decoder, DecoderSpec
 from megablocks_core.train import (
+    FiniteGuard,
     Metrics,
     Progress,
+    Rule,
     RunFolder,
+    Scheduled,
     StepTimer,
+    StopAfter,
+    collect_every,
+    cosine_schedule,
+    decoder_work,
     evaluate,
     matmul_peak,
+    parameter_groups,
     run_record,
+    training_flops,
 )
+
+FIXED = ("data", "max_bytes", "sequence_length", "batch_size", "seed")  # once a run has begun
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -44,28 +56,43 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("out/run"), help="folder of the run")
     add("--data", type=Path, nargs="*", default=[], help="files, folders, .jsonl")
-    add("--max-bytes", type=int, default=8_000_000, help="of text to learn from")
-    add("--tp", type=int, default=1, help="tensor-parallel ranks; the rest is data parallel")
+    add("--max-bytes", type=count, default=8_000_000, help="of text to learn from")
+    add("--tp", type=count, default=1, help="tensor-parallel ranks; the rest is data parallel")
     add("--sequence-parallel", action="store_true", help="cut tokens over the tp ranks too")
     add("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
-    add("--hidden-size", type=int, default=192)
-    add("--layers", type=int, default=4)
-    add("--heads", type=int, default=6)
-    add("--kv-heads", type=int, default=2)
-    add("--sequence-length", type=int, default=256)
-    add("--batch-size", type=int, default=16, help="sequences in a step, all ranks")
-    add("--micro-batch-size", type=int, default=8, help="sequences at once, a rank")
-    add("--steps", type=int, default=300)
-    add("--stop-after", type=int, help="end here, short of --steps, and export nothing")
-    add("--learning-rate", type=float, default=3e-3)
-    add("--save-every", type=int, default=50)
-    add("--evaluate-every", type=int, default=25)
-    add("--evaluate-steps", type=int, default=20, help="batches to validate on")
-    add("--sample-length", type=int, default=300, help="bytes to write in the end")
+    add("--hidden-size", type=count, default=192)
+    add("--layers", type=count, default=4)
+    add("--heads", type=count, default=6)
+    add("--kv-heads", type=count, default=2)
+    add("--sequence-length", type=count, default=256)
+    add("--batch-size", type=count, default=16, help="sequences in a step, all ranks")
+    add("--micro-batch-size", type=count, default=8, help="sequences at once, a rank")
+    add("--steps", type=count, default=300)
+    add("--stop-after", type=count, help="end here, short of --steps, and export nothing")
+    add("--minutes", type=amount, help="stop after these, as on SIGTERM, with a checkpoint")
+    add("--optimizer", default="adamw", choices=["adamw", "sgd", "muon"])
+    add("--learning-rate", type=amount, default=3e-3)
+    add("--save-every", type=count, default=50)
+    add("--evaluate-every", type=count, default=25)
+    add("--evaluate-steps", type=count, default=20, help="batches to validate on")
     add("--seed", type=int, default=1)
-    add("--price-per-hour", type=float, help="of all machines, for the report")
-    add("--timeout", type=float, default=300, help="seconds to wait for another rank")
+    add("--price-per-hour", type=amount, help="of all machines, for the report")
+    add("--timeout", type=amount, default=300, help="seconds to wait for another rank")
     return parser.parse_args(arguments)
+
+
+def count(text: str) -> int:
+    """A number from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """A finite number above 0."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
+    return float(text)
 
 
 def model_spec(options: argparse.Namespace) -> DecoderSpec:
@@ -84,27 +111,39 @@ def model_spec(options: argparse.Namespace) -> DecoderSpec:
     )
 
 
-def datasets(options: argparse.Namespace, world: Group) -> tuple[data.GPTDataset, data.GPTDataset]:
-    """Samples to learn from and to validate on; the first rank tokenizes when a run begins."""
-    prefix = options.out / "tokens"
-    with together("reading the text", group=world, raises=OSError):
-        if world.rank == 0 and not (options.out / "checkpoints").exists():
+def write_tokens(options: argparse.Namespace, *, group: Group) -> None:
+    """Tokenize on the first rank, when a run begins."""
+    with together("reading the text", group=group, raises=OSError):
+        if group.rank == 0 and not (options.out / "checkpoints").exists():
             options.out.mkdir(parents=True, exist_ok=True)
             texts = data.read_texts(*(options.data or data.standard_library()))
             pieces = data.shuffled_pieces(texts, max_bytes=options.max_bytes)
-            data.write_byte_documents(pieces, prefix, overwrite=True)
-    corpus = data.IndexedDataset(prefix)
+            if not pieces:
+                raise ValueError(f"--data {[str(path) for path in options.data]} must hold text")
+            data.write_byte_documents(pieces, options.out / "tokens", overwrite=True)
+
+
+def loaders(options: argparse.Namespace, *, group: Group) -> list[Callable[..., data.Loader]]:
+    """What makes the batches to learn from, and those to validate on."""
+    corpus = data.IndexedDataset(options.out / "tokens")
     splits = data.split_documents(corpus.num_documents, "95,5", names=("train", "valid"))
+    steps = {"train": options.steps, "valid": options.evaluate_steps}
     sampled = partial(data.GPTDataset, corpus, options.sequence_length, seed=options.seed)
-    return (
-        sampled(split=splits["train"], num_samples=options.steps * options.batch_size),
-        sampled(split=splits["valid"], num_samples=options.evaluate_steps * options.batch_size),
+    batches_of = partial(
+        data.Loader,
+        global_batch_size=options.batch_size,
+        micro_batch_size=min(options.micro_batch_size, max(1, options.batch_size // group.size)),
+        group=group,
     )
+    return [
+        partial(batches_of, sampled(split=split, num_samples=steps[name] * options.batch_size))
+        for name, split in splits.items()
+    ]
 
 
-def loss_of(model: Decoder, batch: dict[str, Any], *, length: int) -> tuple[Tensor, Tensor]:
-    """Sum of the tokens' losses, and how many there are; the batch is rows of ``length``."""
-    rows = batch["tokens"].view(-1, length)
+def loss_of(model: Decoder, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Sum of the tokens' losses, and how many there are; a batch is rows of one length."""
+    rows = batch["tokens"].view(-1, model.spec.extra["max_position_embeddings"])
     losses = parallel.vocab_parallel_cross_entropy(
         model(rows).logits,
         batch["labels"].view(rows.shape),
@@ -116,20 +155,44 @@ def loss_of(model: Decoder, batch: dict[str, Any], *, length: int) -> tuple[Tens
     return (losses * mask).sum(), mask.sum()
 
 
-def learning_rate(step: int, options: argparse.Namespace) -> float:
-    """Rise over the first twentieth of the steps, then half a cosine down to a tenth."""
-    warmup = max(1, options.steps // 20)
-    if step < warmup:
-        return options.learning_rate * (step + 1) / warmup
-    done = (step - warmup) / max(1, options.steps - warmup)
-    return options.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+def optimizers_of(
+    model: Decoder, options: argparse.Namespace
+) -> tuple[dict[str, torch.optim.Optimizer], list[Scheduled]]:
+    """What --optimizer names, and the rates; beside Muon for matrices AdamW has the rest."""
+    is_muon = options.optimizer == "muon"
+    if is_muon and model.tp.size > 1:
+        raise ValueError(f"--tp={model.tp.size} must be 1: --optimizer muon needs whole matrices")
+    rule = Rule("model.layers.**", {"muon": is_muon}, shape=lambda shape: len(shape) == 2)
+    settings = {"lr": options.learning_rate, "weight_decay": 0.1}
+    groups: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for group in parameter_groups(model, settings, [rule]):
+        groups[group.pop("muon", False)].append(group)
+    optimizers: dict[str, Any] = {}
+    if is_muon:
+        optimizers["muon"] = torch.optim.Muon(groups[True], adjust_lr_fn="match_rms_adamw")
+    if options.optimizer == "sgd":
+        optimizers["optimizer"] = torch.optim.SGD(groups[False], momentum=0.9)
+    else:
+        optimizers["optimizer"] = torch.optim.AdamW(groups[False], betas=(0.9, 0.95))
+    samples = options.steps * options.batch_size
+    schedule = cosine_schedule(samples, warmup=samples // 20, end=0.1)
+    return optimizers, [Scheduled(optimizer, schedule) for optimizer in optimizers.values()]
 
 
-def flops_per_token(model: Decoder, length: int) -> float:
-    """Forward and backward: 6 a weight, and the scores and values of causal attention."""
-    weights = sum(math.prod(logical_shape(part, specs)) for _, part, specs in marks(model))
-    spec = model.spec
-    return 6 * weights + 6 * spec.num_layers * spec.num_heads * spec.head_dim * length
+def resume(state: dict[str, Any], options: argparse.Namespace, *, group: Group) -> None:
+    """Load the newest checkpoint, if there is one, of a run with the same data and sizes."""
+    state["settings"] = settings = {name: str(getattr(options, name)) for name in FIXED}
+    ckpt.load_latest(options.out / "checkpoints", state, group=group)
+    for name, saved in state["settings"].items():
+        if settings[name] != saved:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} {settings[name]} must be {saved} to go on in {options.out}")
+    if state["step"] > options.steps:
+        raise ValueError(
+            f"--steps {options.steps} must be at least {state['step']}: so many are done"
+        )
+    if state["step"] < options.steps and (options.out / "hf").exists():
+        raise ValueError(f"{options.out / 'hf'} holds a model of fewer steps: move it to go on")
 
 
 def save(folder: Path, state: dict[str, Any], *, group: Group) -> None:
@@ -139,111 +202,109 @@ def save(folder: Path, state: dict[str, Any], *, group: Group) -> None:
     ckpt.save(folder, state, group=group)
 
 
-def train(options: argparse.Namespace) -> Decoder:
-    """Train from the newest checkpoint, or from the start, to the end."""
+def backward(
+    micro_batches: list[dict[str, Any]],
+    num_tokens: int,
+    model: Decoder,
+    timer: StepTimer,
+    metrics: Metrics,
+) -> Tensor:
+    """Gradients of the mean loss of all ranks' ``num_tokens`` tokens, clipped; their norm."""
+    for batch in micro_batches:
+        with timer("forward"):
+            loss_sum, num_own = loss_of(model, batch)
+        with timer("backward"):
+            (loss_sum / num_tokens).backward()
+        metrics.add("loss", loss_sum, num_own)
+    with timer("reduction"):
+        parallel.reduce_gradients(model, group=metrics.group, reduction="sum")
+        return parallel.clip_grad_norm_(model, 1.0)
+
+
+def train(options: argparse.Namespace) -> Decoder | None:
+    """Train from the newest checkpoint, or from the start; the model if the end is reached."""
     mesh = Mesh(tp=options.tp, timeout=timedelta(seconds=options.timeout))
     dp, world = mesh.group("dp"), mesh.group("tp", "dp")
-    train_set, valid_set = datasets(options, world)
-    own_batch = max(1, options.batch_size // dp.size)
-    batches_of = partial(
-        data.Loader,
-        global_batch_size=options.batch_size,
-        micro_batch_size=min(options.micro_batch_size, own_batch),
-        group=dp,
-    )
+    write_tokens(options, group=world)
+    train_batches, valid_batches = loaders(options, group=dp)
     torch.manual_seed(options.seed)  # one seed gives one model, however it is cut
     dtype, cut_tokens = getattr(torch, options.dtype), options.sequence_parallel
     model = Decoder(model_spec(options), mesh=mesh, sequence_parallel=cut_tokens, dtype=dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    state = {"model": model, "optimizer": optimizer, "step": 0, "consumed": 0}
-    ckpt.load_latest(options.out / "checkpoints", state, group=world)
+    optimizers, rates = optimizers_of(model, options)
+    state = {"model": model, **optimizers, "step": 0, "consumed": 0}
+    resume(state, options, group=world)
     first, last = state["step"], min(options.steps, options.stop_after or options.steps)
-    batches = batches_of(train_set, consumed=state["consumed"])
+    if first >= last:
+        return model if first == options.steps else None
+    batches = train_batches(consumed=state["consumed"])
 
-    loss = partial(loss_of, length=options.sequence_length)
-    metrics = Metrics("loss", "grad_norm", group=dp)
+    length = options.sequence_length
+    metrics, is_finite = Metrics("loss", group=dp), FiniteGuard()
     timer = StepTimer(sample_every=20, group=world)
-    progress = Progress(options.steps, start=first, group=world)
+    progress = Progress(last, start=first, group=world)
     record = run_record(
         label=f"tp={options.tp}, dp={dp.size}",
         mesh=mesh.describe(),
         spec=model.spec.to_hf(),
         data=xxhash.xxh3_128_hexdigest((options.out / "tokens.bin").read_bytes()),
         tokenizer="bytes",
-        flops_per_token=flops_per_token(model, options.sequence_length),
+        flops_per_token=training_flops(decoder_work(model.spec), [length]) / length,
         peak_flops=matmul_peak(group=world),
         price_per_hour=options.price_per_hour,
     )
-    with RunFolder(options.out, record=record, step=first, group=world) as run:
-        for step in range(first, last):
+    with (
+        RunFolder(options.out, record=record, step=first, group=world) as run,
+        StopAfter(minutes=options.minutes, group=world) as stop,
+        collect_every(100) as collect,
+    ):
+        for done in range(first + 1, last + 1):
             with timer("data"):
                 micro_batches, num_tokens = next(batches)
-            for batch in micro_batches:
-                with timer("forward"):
-                    loss_sum, count = loss(model, batch)
-                with timer("backward"):
-                    (loss_sum / num_tokens).backward()
-                metrics.add("loss", loss_sum, count)
-            with timer("reduction"):
-                parallel.reduce_gradients(model, group=dp, reduction="sum")
-                metrics.add("grad_norm", parallel.clip_grad_norm_(model, 1.0))
+            norm = backward(micro_batches, num_tokens, model, timer, metrics)
             with timer("optimizer"):
-                optimizer.param_groups[0]["lr"] = learning_rate(step, options)
-                optimizer.step()
-                optimizer.zero_grad()
+                rate = options.learning_rate * max(each.set(batches.consumed) for each in rates)
+                if is_finite({"grad_norm": norm}):  # the norm is that of all ranks: they agree
+                    for optimizer in optimizers.values():
+                        optimizer.step()
+                model.zero_grad()
             own_tokens = sum(batch["tokens"].numel() for batch in micro_batches)
             timer.step(tokens=num_tokens, own_tokens=own_tokens, read_bytes=own_tokens * 2)
 
-            values: dict[str, float] = {**metrics.reduce()}
-            done = step + 1
+            values = {**metrics.reduce(), "grad_norm": norm.item(), "learning_rate": rate}
             if done % options.evaluate_every == 0 or done == last:
-                held_out = (batch for step in batches_of(valid_set) for batch in step.micro_batches)
+                held_out = (batch for step in valid_batches() for batch in step.micro_batches)
                 with timer("evaluation"):
-                    values["validation_loss"] = evaluate(model, held_out, loss=loss, group=dp)
+                    values["validation_loss"] = evaluate(model, held_out, loss=loss_of, group=dp)
             values.update(timer.reduce())
-            run.write(
-                step, values
-            )  # before the checkpoint: a run that goes on from it has the line
-            progress.update(step, values)
-            if done % options.save_every == 0 or done == last:
-                state.update(step=done, consumed=batches.consumed)
-                with timer("checkpoint"):  # told by the next line
+            run.write(done - 1, values)  # first, so that a run from the checkpoint has the line
+            progress.update(done - 1, values)
+            if stop() or done % options.save_every == 0 or done == last:
+                state |= {"step": done, "consumed": batches.consumed}
+                with timer("checkpoint"):  # told by the next line, or after the last
                     save(options.out / f"checkpoints/{done:06}", state, group=world)
+            if stop.reason:
+                break
+            collect()
+        run.add(timer.reduce())
     progress.close()
-    return model
-
-
-@torch.no_grad()
-def write_on(model: Decoder, prompt: str, *, context: int, length: int) -> str:
-    """Go on from ``prompt``, at temperature 0.7; the same bytes on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = [data.END_OF_DOCUMENT, *prompt.encode()]
-    for _ in range(length):
-        seen = torch.tensor([tokens[-context:]])
-        logits = model(seen, gather_logits=True).logits[0, -1].float()
-        choice = torch.multinomial((logits / 0.7).softmax(-1), 1, generator=generator)
-        tokens.append(int(choice))
-    return data.decode_bytes(tokens)
+    return model if state["step"] == options.steps else None
 
 
 def main() -> None:
-    """Train on the ranks that torchrun started, or on one; then show a sample and export."""
+    """Train on the ranks that torchrun started, or on one, and export what comes out."""
     options = parse()
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:  # "nccl" on GPUs
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # "nccl" on GPUs
         dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
     world = Mesh().group("dp")
     try:
-        model = train(options)
-        if options.stop_after is None:
-            context, length = options.sequence_length, options.sample_length
-            sample = write_on(model, "def ", context=context, length=length)
-            if world.rank == 0:
-                (options.out / "sample.txt").write_text(sample)
-            export.save_hf(model, options.out / "hf", group=world)
-    except (ValueError, OSError, ckpt.CheckpointError) as error:  # what a user can mend
-        sys.exit(f"rank {world.rank}: {error}")
-    if ranks > 1:
+        model, folder = train(options), options.out / "hf"
+        if model is not None and not folder.exists():
+            export.save_hf(model, folder, group=world)
+    except (ValueError, OSError, ArithmeticError, ckpt.CheckpointError) as error:
+        sys.exit(f"rank {world.rank}: {error}")  # what a user can mend, in one line
+    except KeyboardInterrupt:
+        sys.exit("stopped")
+    if world.size > 1:
         dist.destroy_process_group()
 
 

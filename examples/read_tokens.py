@@ -28,7 +28,7 @@ def main(paths: list[str], folder: str) -> None:
     print(f"wrote {counts.documents} documents, {counts.tokens} tokens")
 
     corpus = IndexedDataset(prefix)
-    print(f"first document begins {decode_bytes(corpus.get(0, 0, 40))!r}")
+    print(f"first document begins {decode_bytes(corpus[0][:40])!r}")
 
     splits = split_documents(corpus.num_documents, "80,20", names=("train", "valid"))
     train = GPTDataset(corpus, 128, seed=1234, split=splits["train"], num_samples=400)
@@ -49,4 +49,7 @@ def main(paths: list[str], folder: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        main(sys.argv[1:] or [str(Path(json.__file__).parent)], scratch)
+        try:
+            main(sys.argv[1:] or [str(Path(json.__file__).parent)], scratch)
+        except (ValueError, OSError) as error:
+            sys.exit(str(error))

@@ -105,11 +105,11 @@ class _Plan:
     def check(self, folder: Path, *, strict: bool) -> None:
         faults = list(self._faults)
         if strict and self.report.missing:
-            faults.append(f"the checkpoint lacks {self.report.missing}")
+            faults.append(f"the checkpoint lacks {_first(self.report.missing)}")
         if strict and self.report.unexpected:
-            faults.append(f"state lacks {self.report.unexpected}")
+            faults.append(f"state lacks {_first(self.report.unexpected)}")
         if faults:
-            raise ValueError(f"state does not fit {folder}: " + "; ".join(faults))
+            raise ValueError(f"state does not fit {folder}: {_first(faults, between='; ')}")
 
     def fill(self, state: MutableMapping[str, Any]) -> None:
         for tensor, specs, source in self._fills:
@@ -226,6 +226,12 @@ class _Plan:
             self._tensor(name, field, specs)
             fields[name.rpartition("/")[2]] = field
         return fields
+
+
+def _first(texts: list[str], *, between: str = ", ") -> str:
+    """The first three; a model of another size would fill pages."""
+    more = f"{between}and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return between.join(texts[:3]) + more
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:

@@ -114,6 +114,8 @@ def _survey(root: Path) -> tuple[list[Path], list[str]]:
             if (folder / MANIFEST).exists() or any(folder.glob("*.safetensors")):
                 faults.append(f"passing over {folder}: {error}")
     whole.sort(reverse=True)
+    if not folders and (root / LATEST).exists():
+        raise CheckpointError(f"{root / LATEST} is there, but the checkpoint it names is not")
     if folders and not whole:
         raise CheckpointError(f"{root} has the folders {folders} but no whole checkpoint: {faults}")
     if whole:

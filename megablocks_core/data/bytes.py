@@ -33,6 +33,8 @@ def write_byte_documents(
     """
     documents = tokens = empty = 0
     dtype = smallest_dtype(VOCAB_SIZE)
+    if isinstance(texts, (str, bytes)):
+        raise ValueError(f"texts={texts[:20]!r} must be several texts, such as a list of one")
     with IndexedDatasetBuilder(prefix, dtype=dtype, overwrite=overwrite) as builder:
         for text in texts:
             content = text.encode() if isinstance(text, str) else text

@@ -38,7 +38,7 @@ def split_documents(
     except ValueError:
         raise ValueError(f"weights={weights!r} must be numbers joined by commas") from None
     if len(parts) > len(names):
-        raise ValueError(f"weights={weights!r} must be at most {len(names)}: {', '.join(names)}")
+        raise ValueError(f"weights={weights!r} must not be more than names={tuple(names)}")
     whole = sum(parts)
     if min(parts, default=0.0) < 0 or not isfinite(whole) or whole == 0:
         raise ValueError(f"weights={weights!r} must be 0 or more, one above 0, and finite")

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 
 def read_texts(*paths: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -> Iterator[str]:
@@ -20,8 +21,8 @@ def read_texts(*paths: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -
     """
     for path in map(Path, paths):
         if path.is_dir():
-            for inside in sorted(path.rglob("*")):
-                if inside.is_file() and inside.name.endswith(suffixes or ("",)):
+            for inside in _files_in(path):
+                if inside.name.endswith(suffixes or ("",)):
                     with suppress(UnicodeDecodeError):
                         yield from _texts_of(inside)
         else:
@@ -32,12 +33,16 @@ def read_texts(*paths: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -
 
 
 def standard_library() -> list[Path]:
-    """Return the source files of Python's own library but its tests: modules, then packages."""
+    """Return the source files of Python's library: modules, then packages.
+
+    Its tests are left out, and the tables of encodings.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     packages = sorted(init.parent for init in root.glob("*/__init__.py"))
+    unwanted = {"test", "tests", "encodings"}
     inside = (sorted(package.rglob("*.py")) for package in packages)
     return sorted(root.glob("*.py")) + [
-        path for paths in inside for path in paths if not {"test", "tests"} & set(path.parts)
+        path for paths in inside for path in paths if not unwanted & set(path.parts)
     ]
 
 
@@ -58,6 +63,17 @@ def shuffled_pieces(texts: Iterable[str], *, max_bytes: int, seed: int = 0) -> l
     pieces = [text[at : at + longest] for text in found for at in range(0, len(text), longest)]
     random.Random(seed).shuffle(pieces)
     return pieces
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """All files below it, sorted; unlike ``rglob``, a folder that cannot be read is an error."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    walk = os.walk(folder, onerror=fail)
+    found = (Path(place) / name for place, _, names in walk for name in names)
+    return sorted(path for path in found if path.is_file())
 
 
 def _texts_of(path: Path) -> Iterator[str]:

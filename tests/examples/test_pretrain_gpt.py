@@ -168,7 +168,7 @@ def test_a_rank_that_never_answers_ends_the_others_after_the_timeout(tmp_path, l
     ("content", "said"),
     [
         (None, "tables.txt"),
-        ("", "holds 0 tokens"),
+        ("", "--data .*tables.txt.* must hold text"),
         ("a few words", "sequence_length=32"),
         ('{"test": 1}', "tables.txt.*must be"),
     ],
@@ -198,7 +198,7 @@ def test_sizes_that_do_not_fit_are_named_on_every_rank(tmp_path):
         "--tp=3": "tp=3",
         "--batch-size=3": "global_batch_size=3 must be a multiple",
         "--batch-size=1": "global_batch_size=1 must be a multiple",
-        "--micro-batch-size=0": "micro_batch_size=0",
+        "--tp=2 --optimizer=muon": "--tp=2 must be 1",
         "--kv-heads=3": "num_kv_heads=3 must divide",
         "--tp=2 --heads=3 --kv-heads=3 --hidden-size=36": "heads",
         "--data=/nowhere/at/all": "/nowhere/at/all",
@@ -213,9 +213,70 @@ def test_more_than_one_tensor_parallel_rank_needs_a_launcher(tmp_path):
         run_here(tmp_path, "--tp=2")
 
 
-def test_the_learning_rate_rises_and_falls():
-    options = pretrain_gpt.parse(["--steps=100", "--learning-rate=1.0"])
-    rates = [pretrain_gpt.learning_rate(step, options) for step in range(100)]
-    assert rates[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
-    assert rates[5:] == sorted(rates[5:], reverse=True)
-    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_other_optimizers_train_one_curve_on_any_ranks(optimizer, tmp_path, launch):
+    """Two data-parallel ranks, then one process from their checkpoint, against one all along."""
+    more = [f"--optimizer={optimizer}", "--learning-rate=0.01", "--evaluate-every=100"]
+    (tmp_path / "two").mkdir()
+    line = words(tmp_path / "two", *more, "--stop-after=3", steps=6)
+    for process in launch(SCRIPT, *line, ranks=2):
+        assert process.wait() == 0
+    two = curve(run_here(tmp_path / "two", *more, steps=6))["loss"]
+    one = curve(run_here(tmp_path, *more, steps=6))["loss"]
+    assert two == pytest.approx(one, rel=0, abs=1e-9)
+    assert one[5] < one[0]
+
+
+def test_a_run_goes_on_only_with_its_own_data_and_sizes(tmp_path):
+    run_here(tmp_path, "--stop-after=4")
+    before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    for wrong, said in {
+        "--seed=2": "--seed 2 must be 1",
+        "--batch-size=4": "--batch-size 4 must be 8",
+        "--sequence-length=16": "--sequence-length 16 must be 32",
+        "--data=/elsewhere": r"--data .*/elsewhere.* must be .*tables",
+        "--hidden-size=64": r"has shape .*; and \d+ more",
+        "--steps=3": "--steps 3 must be at least 4",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            run_here(tmp_path, wrong)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path, launch):
+    line = [SCRIPT, *words(tmp_path, steps=2)]
+    for more, code, said in (
+        ([], 0, ""),
+        ([], 0, ""),
+        (["--steps=4"], 1, "holds a model of fewer steps"),
+    ):
+        (process,) = launch(*line, *more)
+        assert said in process.communicate(timeout=100)[1]
+        assert process.returncode == code
+    assert len(read_run(tmp_path / "run").starts) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_a_line_and_sigterm_leaves_a_checkpoint(number, tmp_path, launch):
+    (process,) = launch(SCRIPT, *words(tmp_path, "--save-every=1000", steps=1000))
+    lines = tmp_path / "run" / "metrics.jsonl"
+    while not lines.exists() or not lines.read_bytes():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    errors = process.communicate(timeout=BOUND)[1]
+    assert "Traceback" not in errors
+    saved = list((tmp_path / "run" / "checkpoints").glob("0*"))
+    assert (process.returncode, len(saved)) == ((0, 1) if number == signal.SIGTERM else (1, 0))
+
+
+def test_losses_that_are_not_finite_end_it(tmp_path):
+    with pytest.raises(FloatingPointError, match="grad_norm=nan on rank 0"):
+        run_here(tmp_path, "--learning-rate=1e200")
+
+
+@pytest.mark.parametrize("wrong", ["--heads=0", "--save-every=0", "--learning-rate=nan", "--tp=x"])
+def test_values_that_make_no_sense_are_named(wrong, capsys):
+    with pytest.raises(SystemExit):
+        pretrain_gpt.parse([wrong])
+    assert f"argument {wrong.split('=')[0]}" in capsys.readouterr().err

@@ -23,7 +23,6 @@ SIZES = [
     "--evaluate-every=5",
     "--evaluate-steps=2",
     "--save-every=4",
-    "--sample-length=20",
 ]
 
 
