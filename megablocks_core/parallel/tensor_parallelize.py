@@ -102,9 +102,9 @@ def tensor_parallelize(
         ValueError: The plan cannot be served: a style is not known; a cut does not divide or
             would go through a head; a module is not an ``nn.Linear`` or ``nn.Embedding``; a
             tied weight is planned on one side only; a parameter beside cut projections is not
-            named; it is cut already; it drops out; peft has wrapped a layer; an adapter is
-            merged; or a block that mixes tokens would see a
-            part of them. Nothing was changed.
+            named; it is cut already; it drops otherwise than by ``dropout_modules``; peft has
+            wrapped a layer; an adapter is merged; or a block that mixes tokens would see a part
+            of them. Nothing was changed.
     """
     refuse_peft(module)
     adapters = spare_adapters(module, cut=False)

@@ -40,12 +40,20 @@ KEY = DropoutKey(seed=5, step=9)
 
 @ranks(1, 2, 4, timeout=180)
 def test_every_cut_equals_one_process():
-    """Seven tokens divide over no number of ranks; two key heads are fewer than four ranks."""
+    """Seven tokens divide over no number of ranks; two key heads are fewer than four ranks.
+
+    Cut tokens are computed again in backward.
+    """
     mesh = Mesh(tp=dist.get_world_size())
     for sequence_parallel in (False, True):
         assert_parallel_equivalence(
             lambda group, cut=sequence_parallel: _Logits(
-                Decoder(SPEC, mesh=mesh if group.size > 1 else None, sequence_parallel=cut)
+                Decoder(
+                    SPEC,
+                    mesh=mesh if group.size > 1 else None,
+                    sequence_parallel=cut,
+                    recompute="layers.*" if group.size > 1 and cut else None,
+                )
             ),
             {"tokens": TOKENS, "dropout": KEY, "sample_ids": SAMPLES},
             group=mesh.group("tp"),
@@ -136,11 +144,13 @@ def test_no_two_dropouts_of_a_model_share_a_stream():
     assert "model.layers.1.self_attn" in streams and "model.layers.0.mlp" in streams
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_f_101_layers_computed_again_drop_alike(use_reentrant):
-    plain, again = _decoder(), _decoder()
-    for layer in again.model.layers:
-        layer.forward = _Checkpointed(layer, use_reentrant)
+@pytest.mark.parametrize("again", ["reentrant", "torch", "layers.*", "self_attn", "mlp"])
+def test_f_101_layers_computed_again_drop_alike(again):
+    plain, kind = _decoder(), again
+    again = _decoder(recompute=None if kind in ("reentrant", "torch") else kind)
+    if kind in ("reentrant", "torch"):
+        for layer in again.model.layers:
+            layer.forward = _Checkpointed(layer, use_reentrant=kind == "reentrant")
     (loss, expected), (other, gradients) = (_step(part, [[0, 1, 2, 3]]) for part in (plain, again))
     assert torch.equal(loss, other)
     assert_close(gradients, expected, rtol=0, atol=0)
