@@ -18,12 +18,8 @@ from megablocks_core.layers import Decoder, DecoderSpec
 from megablocks_core.parallel import clip_grad_norm_, vocab_parallel_cross_entropy
 from megablocks_core.train import FiniteGuard, SpikeGuard, StepTimer, watch
 
-# Of 100 steps; what makes a kind of step happen each time.
-_KINDS = {
-    "ordinary": (97, {"every": 10**9, "sample_every": 0}),
-    "watched": (1, {"every": 1, "sample_every": 0}),
-    "sampled": (2, {"every": 10**9, "sample_every": 1}),
-}
+# How many of 100 steps are of a kind, and the ``every`` and ``sample_every`` that make all so.
+_KINDS = {"ordinary": (97, 10**9, 0), "watched": (1, 1, 0), "sampled": (2, 10**9, 1)}
 _CASE = {"hidden": 192, "layers": 2, "tokens": 1024, "vocabulary": 257}
 _SPEC = DecoderSpec(_CASE["vocabulary"], _CASE["hidden"], 512, _CASE["layers"], 6, 2, 32)
 
@@ -53,7 +49,7 @@ class WatchedLoop(Loop):
     """The same with all parts: on, or off."""
 
     def __init__(
-        self, model: Decoder, *, every: int, sample_every: int, is_on: bool = True, group: Group
+        self, model: Decoder, *, every: int, sample_every: int, group: Group, is_on: bool = True
     ) -> None:
         super().__init__(model)
         self.timer = StepTimer(sample_every=sample_every, enabled=is_on, group=group)
@@ -89,8 +85,12 @@ def bench(group: Group = LOCAL) -> None:
     model = Decoder(_SPEC, mesh=mesh)
     ranks = LOCAL if mesh is None else mesh.group("tp")
     ratios = [0.0] * ROUNDS
-    for kind, (share, settings) in _KINDS.items():
-        times = _take_turns(WatchedLoop(model, **settings, group=ranks), Loop(model), ranks)
+    for kind, (share, every, sample_every) in _KINDS.items():
+        times = _take_turns(
+            WatchedLoop(model, every=every, sample_every=sample_every, group=ranks),
+            Loop(model),
+            ranks,
+        )
         _report(times, kind, None, ranks)
         for index, (ours, peer) in enumerate(zip(*times, strict=True)):
             ratios[index] += share / 100 * ours / peer

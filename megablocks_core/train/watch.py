@@ -24,7 +24,7 @@ def watch(
     *,
     gradients: Patterns = "*",
     parameters: Patterns = "*",
-    activations: Patterns = "*",
+    activations: Patterns | None = None,
     every: int = 100,
     step: int = 0,
     group: Group = LOCAL,
@@ -49,7 +49,9 @@ def watch(
     ``read`` are pooled too; the norm is then the root of the mean square.
 
     Nothing waits for a device before ``read``. On other steps nothing is hooked into the model.
-    Modules that ``torch.compile`` has compiled have outputs only as a whole.
+    Modules that ``torch.compile`` has compiled have outputs only as a whole. A projection whose
+    output is watched is called on its own: those that would share a message with it send their
+    own, and gradients of that step may differ in their last bits. With the default, none is.
 
     Sent: one gather of names here, over ``group``; one gather by ``read``, 48 bytes a row and
     rank, a row for each kind and name, after a watched step and else nothing.
@@ -58,7 +60,8 @@ def watch(
         model: Its parameters and modules have the names of ``marks``.
         gradients: Names of parameters, as shell patterns; ``()`` is none.
         parameters: The same.
-        activations: Names of modules.
+        activations: Names of modules; default the layers, which are what a ``ModuleList`` or a
+            ``Sequential`` holds.
         every: Steps between watched ones, and one.
         step: Number of the step to come.
         group: All ranks that hold parts of the model or other tokens.
@@ -82,7 +85,7 @@ class Watch:
     def __init__(
         self,
         model: nn.Module,
-        patterns: dict[str, Patterns],
+        patterns: dict[str, Patterns | None],
         *,
         every: int,
         step: int,
@@ -95,12 +98,13 @@ class Watch:
         self._tensors: dict[tuple[str, str], tuple[Tensor, Share]] = {}
         for name, parameter, specs in marks(model):
             for kind in ("gradient", "parameter"):
-                if _matches(name, patterns[kind]):
+                if _matches(name, patterns[kind] or ()):
                     self._tensors[kind, name] = (parameter, share_of(parameter, specs))
+        chosen = patterns["activation"]
         self._modules = {
             ("activation", name): module
-            for name, module in _named_modules(model)
-            if _matches(name, patterns["activation"])
+            for name, module, is_layer in _named_modules(model)
+            if (is_layer if chosen is None else _matches(name, chosen))
         }
         self._require_all_parts()
         self._copies = self._agree()
@@ -215,10 +219,12 @@ class Watch:
         }
 
 
-def _require_matches(patterns: dict[str, Patterns], found: Iterable[tuple[str, str]]) -> None:
+def _require_matches(
+    patterns: dict[str, Patterns | None], found: Iterable[tuple[str, str]]
+) -> None:
     names = {kind: [name for known, name in found if known == kind] for kind in patterns}
     for kind, chosen in patterns.items():
-        for pattern in (chosen,) if isinstance(chosen, str) else chosen:
+        for pattern in (chosen,) if isinstance(chosen, str) else chosen or ():
             if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names[kind]):
                 what = "module" if kind == "activation" else "parameter"
                 raise ValueError(f"{kind} pattern {pattern!r} must match the name of a {what}")
@@ -229,14 +235,23 @@ def _matches(name: str, patterns: Patterns) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules below ``model``, named as by ``marks``; a wrapper stands for what it wraps."""
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Modules below ``model``, named as by ``marks``, and whether each is a layer.
+
+    A wrapper stands for what it wraps.
+    """
+    layers = {
+        id(layer)
+        for holder in model.modules()
+        if isinstance(holder, nn.ModuleList | nn.Sequential)
+        for layer in holder.children()
+    }
     seen = {""}
     for path, module in model.named_modules():
         name = clean_name(without_ddp(model, path) + ".").rstrip(".")
         if name not in seen:
             seen.add(name)
-            yield name, module
+            yield name, module, id(module) in layers
 
 
 class _Features(NamedTuple):

@@ -37,7 +37,7 @@ def backward(model, tokens):
 
 def numbers_of_one_process():
     model = decoder()
-    watched = watch(model)
+    watched = watch(model, activations="*")
     backward(model, TOKENS)
     watched.step()
     return watched.read()
@@ -99,7 +99,7 @@ def test_statistics_by_hand():
             else:
                 assert found[key] == pytest.approx(float(value), rel=1e-12), key
     assert found["activation.zeros/layers.0"] > 0
-    assert len(found) == 6 * 6 * 2 + 5 * 9  # parameters twice, 9 modules below the model
+    assert len(found) == 6 * 6 * 2 + 5 * 9  # 6 parameters twice, 3 layers and 2 layers in each
 
 
 @ranks(1, 2, 4, timeout=180)
@@ -109,7 +109,7 @@ def test_tensor_parallel_numbers_are_those_of_one_process(sequence_parallel):
     expected = numbers_of_one_process()
     mesh = Mesh(tp=world().size)
     model = decoder(mesh, sequence_parallel=sequence_parallel)
-    watched = watch(model, group=mesh.group("tp"))
+    watched = watch(model, activations="*", group=mesh.group("tp"))
     backward(model, TOKENS)
     watched.step()
     found = watched.read()
@@ -124,7 +124,7 @@ def test_so_are_those_over_other_tokens_and_micro_batches():
     mesh = Mesh(tp=2, dp=2)
     dp = mesh.group("dp")
     model = decoder(mesh)
-    watched = watch(model, group=mesh.group("tp", "dp"))
+    watched = watch(model, activations="*", group=mesh.group("tp", "dp"))
     for micro_batch in TOKENS.chunk(2)[dp.rank].split(1):
         backward(model, micro_batch)
     reduce_gradients(model, group=dp, reduction="sum")
@@ -169,6 +169,18 @@ def test_reading_sends_one_message_and_all_else_none():
         assert watched.read() == {}
     assert traffic.get_total_counts() == 1
     assert all(other == found for other in world().all_gather_object(found))
+
+
+@ranks(2)
+def test_a_watched_step_is_that_of_an_unwatched_model_to_the_last_bit():
+    gradients = []
+    for is_watched in (False, True):
+        model = decoder(Mesh(tp=2))
+        if is_watched:
+            watch(model, group=world())
+        backward(model, TOKENS)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*gradients, strict=True))
 
 
 @ranks(2)
@@ -282,8 +294,6 @@ def test_a_removed_watch_leaves_nothing():
 
 def test_a_watched_model_can_be_copied_and_pickled():
     model = mlp()
-    watched = watch(nn.Sequential(nn.Linear(2, 2)))
-    assert watched.read() == {}
     watch(model)
     assert torch.equal(copy.deepcopy(model)(X), model(X))
     linear = nn.Sequential(nn.Linear(2, 2))
