@@ -101,6 +101,8 @@ class GPTDataset:
 
         ``cu_seqlens`` bounds the documents of all samples, so that none sees another through
         attention. ``tokens.reshape(B, S)`` are the samples as rows, for attention without it.
+        For dropout by counter, ``sample_ids`` [B] int64 numbers the rows, and ``document_ids``
+        [D] the documents, each like no other of the run.
         """
         length = self.sequence_length
         starts = self.starts(samples)
@@ -117,14 +119,16 @@ class GPTDataset:
             if not self.cross_document_loss:
                 loss_mask_T[after] = 0
         cu_seqlens = np.sort(np.concatenate(bounds))
-        spans = np.diff(cu_seqlens)
+        firsts, spans, ids = cu_seqlens[:-1], np.diff(cu_seqlens), np.array(samples, np.int64)
         return {
             "tokens": tokens_T[None],
             "labels": labels_T[None],
             "loss_mask": loss_mask_T[None],
-            "position_ids": (np.arange(len(tokens_T)) - np.repeat(cu_seqlens[:-1], spans))[None],
+            "position_ids": (np.arange(len(tokens_T)) - np.repeat(firsts, spans))[None],
             "cu_seqlens": cu_seqlens,
             "max_seqlen": int(spans.max(initial=0)),
+            "sample_ids": ids,
+            "document_ids": np.repeat(ids, length)[firsts] * length + firsts % length,
         }
 
     def num_loss_tokens(self, samples: Sequence[int] | np.ndarray) -> int:

@@ -169,6 +169,10 @@ def test_a_batch_is_its_samples_laid_end_to_end(stream):
     assert batch["cu_seqlens"].tolist() == sorted({b for part in bounds for b in part.tolist()})
     assert batch["max_seqlen"] == max(np.diff(batch["cu_seqlens"]))
     assert type(batch["max_seqlen"]) is int
+    assert batch["sample_ids"].tolist() == wanted
+    assert batch["document_ids"].tolist() == [
+        k * 4 + first for k in wanted for first in dataset[k]["cu_seqlens"][:-1].tolist()
+    ]
 
 
 def test_batches_share_no_memory(stream):
