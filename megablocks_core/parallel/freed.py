@@ -5,7 +5,7 @@ when the consumer's backward asks. No memory is taken from anybody: who else hol
 or a part of it, goes on holding it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from megablocks_core.parallel.held import Held
+from megablocks_core.parallel.held import Held, hooks_around
 
 
 class Outputs:
@@ -41,7 +41,7 @@ class Outputs:
             yield
             return
         # Hooks hide those around them, which may be a region's or an offload's.
-        outer_pack, outer_unpack = _hooks_around() or (Held, Held.tensor)
+        outer_pack, outer_unpack = hooks_around() or (Held, Held.tensor)
         node, cache = outputs[0].grad_fn, self.cache
         versions = [y._version for y in outputs]
 
@@ -124,7 +124,3 @@ def _place(x: Tensor, outputs: Sequence[Tensor], versions: Sequence[int]) -> _Pl
             if x.numel() and offset >= 0 and offset + reach < y.numel():
                 return _Place(index, x.shape, x.stride(), offset)
     return None
-
-
-def _hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore

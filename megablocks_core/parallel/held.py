@@ -1,5 +1,8 @@
 """A tensor saved for backward by our own hooks, with the check that torch makes without hooks."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,10 @@ class Version:
     def current(self) -> bool:
         """Whether the tensor is as it was saved."""
         return self._witness._version == self._saved
+
+    def counts(self, x: Tensor) -> bool:
+        """Whether ``x`` shares the count of changes, as far as its number tells."""
+        return self._witness._version == x._version
 
     def check(self) -> None:
         """Raise torch's error if the tensor was changed.
@@ -43,3 +50,8 @@ class Held:
         """The tensor, if it was not changed."""
         self._version.check()
         return self._tensor
+
+
+def hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The hooks (pack, unpack) that saved tensors pass through here; new ones would hide them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore
