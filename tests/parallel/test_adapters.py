@@ -16,6 +16,7 @@ from megablocks_core.groups import LOCAL, Group, Mesh, Segment, marks, whole_ten
 from megablocks_core.parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
     add_lora,
     column_linears,
     tensor_parallelize,
@@ -88,15 +89,17 @@ def test_under_sequence_parallelism_only_low_rank_features_are_gathered_more():
 
 
 @ranks(2)
-def test_layers_that_are_called_from_elsewhere_sum_their_own():
-    block = _adapted(_world())
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_layers_that_are_called_from_elsewhere_sum_their_own(elsewhere):
+    whole, block = _adapted(LOCAL), _adapted(_world())
     x = torch.ones(3, 8)
-    block(x).square().sum().backward()
-    expected = {name: p.grad for name, p in block.named_parameters() if p.requires_grad}
-    block.zero_grad()
-    block.down(block.gate(x) * block.up(x)).square().sum().backward()
-    for name, gradient in expected.items():
-        assert_close(block.get_parameter(name).grad, gradient)
+    whole(x).square().sum().backward()
+    y = block.down(block.gate(x) * block.up(x)) if elsewhere else block(x)
+    y.square().sum().backward()
+    for name, parameter, specs in marks(block):
+        if parameter.requires_grad:
+            gradient = whole_tensor(parameter.grad, specs)
+            assert_close(gradient, whole.get_parameter(name).grad, rtol=1e-4, atol=1e-4)
 
 
 @ranks(4)
@@ -202,6 +205,18 @@ def test_blocks_compile_into_one_graph(sequence_parallel):
         theirs = torch.autograd.grad(block(x).square().sum(), [x, *factors])
         for a, b in zip(ours, theirs, strict=True):
             assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, VocabParallelEmbedding])
+def test_a_padding_row_has_no_gradient(kind):
+    model = nn.Sequential(kind(9, 8, padding_idx=3))
+    add_lora(model, "0", rank=2, alpha=4)
+    fill(model)
+    ids = torch.tensor([1, 3, 3])
+    a, b = (model.get_parameter(f"0.lora_embedding_{x}.weight") for x in "AB")
+    assert_close(model(ids), model.get_parameter("0.weight")[ids] + 2 * (b @ a).T[ids])
+    model(ids).sum().backward()
+    assert a.grad.any(0).nonzero().flatten().tolist() == [1]
 
 
 def test_torch_layers_compile_into_one_graph():
