@@ -4,12 +4,15 @@ from megablocks_core.parallel.clip import clip_grad_norm_ as clip_grad_norm_
 from megablocks_core.parallel.cross_entropy import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )
+from megablocks_core.parallel.divergence import StoredTopK as StoredTopK
+from megablocks_core.parallel.divergence import vocab_parallel_kl as vocab_parallel_kl
 from megablocks_core.parallel.dropout import Dropout as Dropout
 from megablocks_core.parallel.dropout import DropoutKey as DropoutKey
 from megablocks_core.parallel.dropout import dropout as dropout
 from megablocks_core.parallel.dropout_modules import dropout_modules as dropout_modules
 from megablocks_core.parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from megablocks_core.parallel.gradients import reduce_gradients as reduce_gradients
+from megablocks_core.parallel.host_buffers import HostBuffers as HostBuffers
 from megablocks_core.parallel.initial import reset_parameters as reset_parameters
 from megablocks_core.parallel.linear import ColumnParallelLinear as ColumnParallelLinear
 from megablocks_core.parallel.linear import RowParallelLinear as RowParallelLinear
@@ -18,12 +21,16 @@ from megablocks_core.parallel.linear import gather_features as gather_features
 from megablocks_core.parallel.linear_cross_entropy import (
     linear_cross_entropy as linear_cross_entropy,
 )
+from megablocks_core.parallel.linear_divergence import TeacherHead as TeacherHead
+from megablocks_core.parallel.linear_divergence import linear_kl as linear_kl
 from megablocks_core.parallel.lora import add_lora as add_lora
 from megablocks_core.parallel.lora import remove_lora as remove_lora
 from megablocks_core.parallel.lora_files import load_lora as load_lora
 from megablocks_core.parallel.lora_files import save_lora as save_lora
 from megablocks_core.parallel.lora_merge import merge_lora as merge_lora
 from megablocks_core.parallel.lora_merge import unmerge_lora as unmerge_lora
+from megablocks_core.parallel.offload import Offloaded as Offloaded
+from megablocks_core.parallel.offload import offload as offload
 from megablocks_core.parallel.plan import Column as Column
 from megablocks_core.parallel.plan import Row as Row
 from megablocks_core.parallel.recompute import recompute as recompute

@@ -1,6 +1,7 @@
 """A decoder that recomputes has the bits of one that does not, sends and keeps what pages say."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megablocks_core.groups import LOCAL, Mesh
 from megablocks_core.layers import Decoder, DecoderSpec
-from megablocks_core.parallel import DropoutKey, RecomputePolicy
+from megablocks_core.parallel import DropoutKey, HostBuffers, RecomputePolicy, offload
 from megablocks_core.testing import ranks
 
 F64 = torch.float64
@@ -43,6 +44,11 @@ def _results(decoder, call=None, **arguments):
     return [logits, *(parameter.grad for parameter in decoder.parameters())]
 
 
+def _offloaded(decoder, buffers, *args, **arguments):
+    with offload(buffers, min_bytes=1, from_host=True):
+        return decoder(*args, **arguments)
+
+
 def _assert_same_bits(ours, theirs):
     assert len(ours) == len(theirs)
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
@@ -50,7 +56,7 @@ def _assert_same_bits(ours, theirs):
 
 @ranks(1, 2, 4, timeout=180)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_it_has_the_bits_of_no_recomputation(sequence_parallel):
+def test_it_has_the_bits_of_no_recomputation_and_no_offload(sequence_parallel):
     """With dropout everywhere; and under ``cut_over``, which whole tokens allow."""
     mesh = Mesh(tp=dist.get_world_size())
     policies = [*POLICIES.values()]
@@ -59,8 +65,13 @@ def test_it_has_the_bits_of_no_recomputation(sequence_parallel):
     options = {"mesh": mesh, "sequence_parallel": sequence_parallel, "spec": DROPS}
     dropout = DropoutKey(seed=1, step=2)
     expected = _results(_decoder(None, **options), dropout=dropout)
-    for policy in policies:
-        _assert_same_bits(_results(_decoder(policy, **options), dropout=dropout), expected)
+    buffers = HostBuffers()
+    for policy in (None, *policies):
+        decoder = _decoder(policy, **options)
+        _assert_same_bits(_results(decoder, dropout=dropout), expected)
+        offloaded = partial(_offloaded, decoder, buffers)
+        _assert_same_bits(_results(decoder, offloaded, dropout=dropout), expected)
+    assert buffers.free == buffers.allocated > 0
 
 
 def test_documents_and_frozen_parts():

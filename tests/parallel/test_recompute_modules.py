@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,13 @@ from torch import nn
 from torch.func import functional_call
 
 from megablocks_core.groups import Group
-from megablocks_core.parallel import RecomputePolicy, recompute_modules, tensor_parallelize
+from megablocks_core.parallel import (
+    HostBuffers,
+    RecomputePolicy,
+    offload,
+    recompute_modules,
+    tensor_parallelize,
+)
 from megablocks_core.testing import ranks
 from tests.parallel.tiny_models import tiny_model
 
@@ -160,17 +167,21 @@ _POLICIES = (
 
 @ranks(1, 2, 4, timeout=180)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_tiny_llama_cut_over_ranks_has_the_bits_of_no_recomputation(sequence_parallel):
+def test_a_tiny_llama_cut_over_ranks_has_the_bits_of_no_recomputation_and_no_offload(
+    sequence_parallel,
+):
     group = Group.of(dist.group.WORLD)
     policies = [*_POLICIES]
     if not sequence_parallel:
         policies.append(RecomputePolicy(["layers.*"], cut_over=group))
     plain, frozen = _llama(group, None, sequence_parallel), ("input_layernorm", "q_proj")
     expected = [_llama_gradients(plain, ()), _llama_gradients(plain, frozen)]
-    for policy in policies:
+    buffers = HostBuffers()
+    for policy in (None, *policies):
         model = _llama(group, policy, sequence_parallel)
-        _assert_same_bits(_llama_gradients(model, ()), expected[0])
         _assert_same_bits(_llama_gradients(model, frozen), expected[1])
+        _assert_same_bits(_llama_gradients(model, (), buffers), expected[0])
+    assert buffers.free == buffers.allocated > 0
 
 
 def _llama(group, policy, sequence_parallel):
@@ -182,11 +193,13 @@ def _llama(group, policy, sequence_parallel):
     return model
 
 
-def _llama_gradients(model, frozen):
+def _llama_gradients(model, frozen, buffers=None):
     for name, parameter in model.named_parameters():
         parameter.grad = None
         parameter.requires_grad_(not any(part in name for part in frozen))
-    logits = model(input_ids=_TOKENS, use_cache=False).logits
+    moving = offload(buffers, min_bytes=1, from_host=True) if buffers else nullcontext()
+    with moving:
+        logits = model(input_ids=_TOKENS, use_cache=False).logits
     logits.square().sum().backward()
     return [logits, *(p.grad for p in model.parameters() if p.grad is not None)]
 
