@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 
 from megablocks_core.groups import Mesh, gather_from
 from megablocks_core.layers.mlp import ACTIVATIONS, MLP, GatedMLP
+from megablocks_core.parallel import Dropout, DropoutKey, dropout
 from megablocks_core.testing import assert_parallel_equivalence, ranks
 
 KINDS = (MLP, GatedMLP)
@@ -49,6 +50,29 @@ def test_layers_equal_one_process():
             loss=_loss,
             same_start=True,
         )
+
+
+@ranks(1, 2)
+def test_layers_that_drop_equal_one_process():
+    index = DropoutKey(seed=1, step=2).index(torch.arange(2).unsqueeze(-1), torch.arange(5))
+    for kind in KINDS:
+        assert_parallel_equivalence(
+            lambda group, kind=kind: kind(8, 12, dropout=Dropout(0.3, stream="mlp"), tp=group),
+            {"x_TH": torch.randn(2, 5, 8), "dropout_index": index},
+            group=_tp(),
+            loss=_loss,
+            same_start=True,
+        )
+
+
+def test_what_drops_is_what_the_last_projection_takes():
+    x_TH, index = torch.randn(5, 8), DropoutKey(1, 2).index(torch.tensor(3), torch.arange(5))
+    mlp = MLP(8, 12, dropout=Dropout(0.3, stream="layers.0.mlp"))
+    hidden = nn.functional.gelu(mlp.up_proj(x_TH))
+    kept = dropout(hidden, 0.3, stream="layers.0.mlp", index=index)
+    assert_close(mlp(x_TH, dropout_index=index), mlp.down_proj(kept))
+    with pytest.raises(ValueError, match="dropout_index=None .* 'layers.0.mlp' drops"):
+        mlp(x_TH)
 
 
 @ranks(1, 2, 4)

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from megablocks_core.parallel import DropoutKey, dropout
+from megablocks_core.parallel import Dropout, DropoutKey, dropout
 from megablocks_core.parallel.counter import bits_of, key_of
 
 F64 = torch.float64
@@ -283,3 +283,28 @@ def test_it_follows_fake_tensors():
         y = dropout(x, 0.5, stream="layer", index=_index(4, 300))
         y.sum().backward()
     assert y.shape == x.grad.shape == (4, 300, 129)
+
+
+def test_a_layer_drops_in_training_alone():
+    x, layer = torch.ones(4, 8, 16), Dropout(0.5, stream="layer")
+    assert torch.equal(
+        layer(x, index=_index(), first_feature=3),
+        dropout(x, 0.5, stream="layer", index=_index(), first_feature=3),
+    )
+    assert layer.drops and str(layer) == "Dropout(p=0.5, stream='layer')"
+    with pytest.raises(ValueError, match="dropout_index=None must be .* 'layer' drops"):
+        layer(x, index=None)
+    assert layer.eval()(x, index=None) is x
+    assert Dropout(0.0)(x, index=None) is x
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"p": 1.5, "stream": "layer"}, "p=1.5 must lie"),
+        ({"p": 0.5}, "stream='' must name the layer"),
+    ],
+)
+def test_a_layer_of_no_rate_or_name_raises(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Dropout(**arguments)
