@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -167,8 +168,7 @@ class SpikeGuard:
         past = self._past.get(name, [])
         if len(past) < self.window // 2:
             return None
-        mean = math.fsum(past) / len(past)
-        deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in past) / len(past))
+        mean, deviation = float(numpy.mean(past)), float(numpy.std(past))
         most = mean + self.threshold * max(deviation, 0.01 * abs(mean))
         if value <= most:
             return None
