@@ -168,7 +168,8 @@ class SpikeGuard:
         past = self._past.get(name, [])
         if len(past) < self.window // 2:
             return None
-        mean, deviation = float(numpy.mean(past)), float(numpy.std(past))
+        window = numpy.array(past)
+        mean, deviation = float(window.mean()), float(window.std())
         most = mean + self.threshold * max(deviation, 0.01 * abs(mean))
         if value <= most:
             return None
