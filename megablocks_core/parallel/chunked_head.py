@@ -168,7 +168,7 @@ def run_chunks(
         ]
         sums_kn = criterion.merge(torch.stack(parts))
         if group.size > 1:
-            sums_kn = criterion.merge(_from_all_ranks(sums_kn, group))
+            sums_kn = criterion.merge(from_all_ranks(sums_kn, group))
         losses_N[chunk.places] = criterion.losses(sums_kn).to(logits.wide)
         if not any(wanted):
             continue
@@ -187,21 +187,30 @@ def _hidden_chunks(
     hidden_NH: Tensor, chunks: Sequence[Chunk], cut: Group, wide: torch.dtype
 ) -> Iterator[tuple[Chunk, Tensor]]:
     """Each chunk's hidden states [n H]; the next ones are on their way meanwhile."""
-
-    def start(chunk: Chunk) -> Tensor:
-        own = hidden_NH[chunk.own]
-        if cut.size == 1:
-            return own
-        return start_all_gather(own, dim=0, group=cut, sizes=chunk.sizes)
-
-    following = start(chunks[0]) if chunks else None
+    following = _start_hidden(hidden_NH, chunks[0], cut) if chunks else None
     for index, chunk in enumerate(chunks):
         assert following is not None
-        h_nH = following
-        if cut.size > 1:
-            h_nH = finish_all_gather(h_nH, dim=0, sizes=chunk.sizes)
-        following = start(chunks[index + 1]) if index + 1 < len(chunks) else None
-        yield chunk, h_nH if _stays_narrow(h_nH) else h_nH.to(wide)
+        h_nH = _finish_hidden(following, chunk, cut, wide)
+        more = index + 1 < len(chunks)
+        following = _start_hidden(hidden_NH, chunks[index + 1], cut) if more else None
+        yield chunk, h_nH
+
+
+def chunk_of(hidden_NH: Tensor, chunk: Chunk, cut: Group, wide: torch.dtype) -> Tensor:
+    """Hidden states of a chunk [n H], gathered where the tokens are cut."""
+    return _finish_hidden(_start_hidden(hidden_NH, chunk, cut), chunk, cut, wide)
+
+
+def _start_hidden(hidden_NH: Tensor, chunk: Chunk, cut: Group) -> Tensor:
+    own_nH = hidden_NH[chunk.own]
+    if cut.size == 1:
+        return own_nH
+    return start_all_gather(own_nH, dim=0, group=cut, sizes=chunk.sizes)
+
+
+def _finish_hidden(flying: Tensor, chunk: Chunk, cut: Group, wide: torch.dtype) -> Tensor:
+    h_nH = flying if cut.size == 1 else finish_all_gather(flying, dim=0, sizes=chunk.sizes)
+    return h_nH if _stays_narrow(h_nH) else h_nH.to(wide)
 
 
 class _Sums:
@@ -268,7 +277,8 @@ class _Sums:
         self.hidden[chunk.own] = dh_nH.to(self.hidden.dtype)
 
 
-def _from_all_ranks(sums_kn: Tensor, group: Group) -> Tensor:
+def from_all_ranks(sums_kn: Tensor, group: Group) -> Tensor:
+    """Every rank's numbers [size k n]; one message."""
     sizes = [1] * group.size
     flying = start_all_gather(sums_kn.unsqueeze(0), dim=0, group=group, sizes=sizes)
     return finish_all_gather(flying, dim=0, sizes=sizes)

@@ -210,7 +210,8 @@ def _run(
     valid = targets != job.ignore_index
     columns = agree_on_columns(
         weight,
-        targets.masked_fill(~valid, 0),
+        targets,
+        valid,
         vocab_size=job.vocab_size,
         group=group,
         names=("weight", "targets"),

@@ -30,7 +30,13 @@ class Columns(NamedTuple):
 
 
 def agree_on_columns(
-    rows_vH: Tensor, indices_N: Tensor, *, vocab_size: int | None, group: Group, names: tuple
+    rows_vH: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    *,
+    vocab_size: int | None,
+    group: Group,
+    names: tuple[str, str],
 ) -> Columns:
     """This rank's columns, once all ranks have heard each other's sizes and indices.
 
@@ -39,7 +45,8 @@ def agree_on_columns(
 
     Args:
         rows_vH: What is cut over the ranks, one row a column.
-        indices_N: Indices into the whole vocabulary, equal on every rank.
+        indices: Indices into the whole vocabulary, equal on every rank.
+        counts: Which of them count, alike on every rank; broadcast to ``indices``.
         vocab_size: V, if known. Columns are cut by ``torch.chunk``'s rule, or all ranks hold
             the same number of them and those from V on are padding. Without it all are real.
         group: The ranks.
@@ -49,36 +56,37 @@ def agree_on_columns(
         ValueError: The rows are no such share, or equal on all ranks and thus whole already;
             indices differ between ranks or do not lie in the vocabulary.
     """
-    rows, indices = names
-    words_R5 = _heard(_words(rows_vH, indices_N), group)
+    what_is_cut, what_points = names
+    words_R5 = _heard(_words(rows_vH, indices, counts), group)
     widths = [words[0] for words in words_R5]
-    step = _step(widths, vocab_size, rows)
+    step = _step(widths, vocab_size, what_is_cut)
     whole = sum(widths) if vocab_size is None else vocab_size
     prints = {words[4] for words in words_R5}
     if vocab_size is None and group.size > 1 and len(prints) == 1 and prints != {0}:
         raise ValueError(
-            f"{rows} must be this rank's share of the vocabulary and not the whole one: it is "
+            f"{what_is_cut} must be this rank's share of the vocabulary and not the whole one: "
             "equal on all ranks"
         )
     low, high = min(words[1] for words in words_R5), max(words[2] for words in words_R5)
     if low < 0 or high >= whole:
         raise ValueError(
-            f"{indices} must lie in the vocabulary of {whole} entries; found "
+            f"{what_points} must lie in the vocabulary of {whole} entries; found "
             f"{low if low < 0 else high}"
         )
     if len({words[3] for words in words_R5}) > 1:
-        raise ValueError(f"{indices} must be equal on all ranks of the group")
+        raise ValueError(f"{what_points} must be equal on all ranks of the group")
     firsts = [min(first, whole) for first in _firsts(widths, step)]
     owns = [min(width, whole - first) for width, first in zip(widths, firsts, strict=True)]
     return Columns(firsts[group.rank], owns[group.rank], max(owns), whole)
 
 
-def _words(rows_vH: Tensor, indices_N: Tensor) -> Tensor:
+def _words(rows_vH: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
     """Width, smallest and largest index, a checksum of the indices, a fingerprint of the rows."""
-    indices_N = indices_N.reshape(-1).long()
-    low, high = torch.cat([indices_N.new_zeros(1), indices_N]).aminmax()
-    places_N = torch.arange(len(indices_N), device=indices_N.device)
-    checksum = ((places_N * 2 + 1) * (indices_N + 1)).sum()
+    counting_N = torch.where(counts, indices.long(), 0).reshape(-1)
+    low, high = torch.cat([counting_N.new_zeros(1), counting_N]).aminmax()
+    marked_N = torch.where(counts, indices.long() + 1, 0).reshape(-1)
+    places_N = torch.arange(len(marked_N), device=marked_N.device)
+    checksum = ((places_N * 2 + 1) * marked_N).sum()
     width = torch.full_like(checksum, rows_vH.shape[0])
     return torch.stack([width, low, high, checksum, _fingerprint(rows_vH)])
 
