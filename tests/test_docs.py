@@ -26,6 +26,25 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_loop_is_short_and_two_ranks_train_as_one_does(tp, tmp_path):
+    loop = code_of(ROOT / "docs" / "training_loop.md")
+    assert loop.count("\n") <= 100
+    script = tmp_path / "loop.py"
+    script.write_text(loop)
+    printed = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        folder = tmp_path / str(len(printed))
+        folder.mkdir()
+        layout = [str(tp)] if launcher else []
+        command = [sys.executable, *launcher, str(script), *layout]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed.append([float(word) for word in done.stdout.split()[1::2]])
+    assert printed[1] == pytest.approx(printed[0], rel=0, abs=1e-5)
+    assert max(printed[0]) < 3.0  # from log(257) = 5.5
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_stands_in_a_page(package):
     module = importlib.import_module(f"megablocks_core.{package}")

@@ -7,6 +7,7 @@ written as ``null``, which JSON can say, and read back as NaN.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups import LOCAL, Group, together
 from megablocks_core.train.metrics import Mean
 
 
@@ -34,11 +35,14 @@ class JsonLines:
     same run: a line that a crash cut short is dropped, and so are the lines of steps from
     ``step`` on, which are about to run again (a step counted twice bends every curve). Each
     line is one system call, so a killed process leaves whole lines; a full disk raises and
-    leaves them too.
+    leaves them too. The file is locked against a second run until it is closed, or its process
+    ends in whatever way.
+
+    Sent: a few bytes here, so that an error on rank 0 raises on all.
 
     Raises:
-        ValueError: A line before the last cannot be read, or ``write`` with a step that is not
-            above the last one written.
+        ValueError: Another run writes the file, a line before the last cannot be read, or
+            ``write`` with a step that is not above the last one written.
     """
 
     def __init__(self, path: str | Path, *, step: int = 0, group: Group = LOCAL) -> None:
@@ -46,10 +50,12 @@ class JsonLines:
         self.last_seen: float | None = None  # the clock of the last line found, dropped or not
         self._last_step = step - 1
         self._file: int | None = None
-        if group.rank == 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-            os.ftruncate(self._file, self._end_of_lines_before(step))
+        with together(f"writing {self.path}", group=group, raises=OSError):
+            if group.rank == 0:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+                self._lock(self._file)
+                os.ftruncate(self._file, self._end_of_lines_before(step))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the line of ``step``; a plain float counts as a sum over one."""
@@ -70,6 +76,15 @@ class JsonLines:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+    def _lock(self, file: int) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise ValueError(f"{self.path} is being written by another run") from None
+        except OSError:
+            pass  # some network file systems have no locks
 
     def _end_of_lines_before(self, step: int) -> int:
         end = offset = 0

@@ -100,6 +100,9 @@ class StepTimer:
         began = time.perf_counter()
         try:
             yield
+        except BaseException:
+            self._abandon_sample()  # a profiler that is left on may crash the interpreter's exit
+            raise
         finally:
             elapsed = time.perf_counter() - began
             own = elapsed - self._inside.pop()
@@ -186,6 +189,11 @@ class StepTimer:
         times = tuple(phase + " times" for phase in BESIDE)
         self._sums = dict.fromkeys((*_COUNTED, *self.phases, *BESIDE, *times), 0.0)
         self._before = reading
+
+    def _abandon_sample(self) -> None:
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            sample.stop()
 
     def _sample_if_due(self) -> None:
         every = self._sample_every

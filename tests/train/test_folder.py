@@ -51,6 +51,17 @@ def test_what_comes_after_the_last_line_counts_with_it(tmp_path):
     assert math.isnan(run.lines[4].values["odd"])
 
 
+def test_two_runs_at_once_are_refused(tmp_path):
+    with (
+        RunFolder(tmp_path, record={}) as run,
+        pytest.raises(ValueError, match="metrics.jsonl is being written by another run"),
+    ):
+        run.write(0, {"loss": 1.0})
+        RunFolder(tmp_path, record={})
+    assert len(read_run(tmp_path).starts) == 1
+    write_steps(tmp_path, 1, 2)
+
+
 def test_an_error_is_recorded_and_goes_on(tmp_path):
     with pytest.raises(ZeroDivisionError), RunFolder(tmp_path, record={}) as run:
         run.write(0, {"loss": 1.0})

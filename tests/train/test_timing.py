@@ -92,6 +92,16 @@ def test_a_phase_ends_also_when_its_body_raises():
     assert timer.reduce()["data_seconds"] > 0
 
 
+def test_an_error_in_a_sampled_step_leaves_no_profiler_on():
+    timer = StepTimer(sample_every=1)
+    for _ in range(2):
+        timer.step(tokens=1)
+    with pytest.raises(KeyboardInterrupt), timer("forward"):
+        assert torch.autograd._profiler_enabled()
+        raise KeyboardInterrupt
+    assert not torch.autograd._profiler_enabled()
+
+
 def test_the_machine_is_looked_at():
     timer = StepTimer()
     end = time.process_time() + 0.1
