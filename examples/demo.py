@@ -9,6 +9,7 @@ pretrain_gpt.py; the results lie in out/demo.
 """
 
 import argparse
+import ctypes
 import importlib.util
 import os
 import signal
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -83,7 +85,9 @@ def launch(ranks: int, out: Path, *arguments: str, kill_at: int | None = None) -
     try:
         for rank in range(ranks):  # each in a process group of its own: Ctrl-C comes here alone
             environment = place(rank, ranks, port)
-            processes.append(subprocess.Popen(command, env=environment, process_group=0))
+            processes.append(
+                subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_us)
+            )
         while any(process.poll() is None for process in processes):
             if kill_at is not None and lines_written(out / "metrics.jsonl") > kill_at:
                 print("\nkill -9", flush=True)
@@ -98,6 +102,12 @@ def launch(ranks: int, out: Path, *arguments: str, kill_at: int | None = None) -
             process.kill()
         for process in processes:
             process.wait()
+
+
+def die_with_us() -> None:
+    """Where the system can (Linux), have a rank killed if the demo is killed itself."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def place(rank: int, ranks: int, port: int) -> dict[str, str]:
