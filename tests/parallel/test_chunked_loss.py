@@ -79,5 +79,3 @@ def test_inputs_are_saved_and_nothing_outlives_backward(reduction):
         if alive:
             time.sleep(0.01)  # until gloo's thread lets go of the last message
     assert not alive
-
-

@@ -95,7 +95,7 @@ def _coarse(log_probs, indices):
 def test_a_stored_teacher_whose_rest_is_one_class(direction):
     group = _world()
     student, teacher, mask = _inputs(13, 3, 5)
-    log_q = teacher.log_softmax(-1)
+    log_q = (teacher / 4).log_softmax(-1)
     for count in (1, 4, 12):
         log_probs, indices = log_q.topk(count)
         own = _own(student, group)
@@ -114,9 +114,11 @@ def test_a_stored_teacher_whose_rest_is_one_class(direction):
         losses = F.kl_div(*pair, reduction="none", log_target=True).sum(-1)
         expected = losses.masked_fill(~mask, 0.0)
         (gradient,) = torch.autograd.grad(_weighted(expected), student)
-        assert_close(loss, expected, rtol=0, atol=1e-12)
-        assert_close(own.grad, _own(gradient, group).detach(), rtol=0, atol=1e-12)
-        assert (loss <= _plain(student, teacher, mask, direction=direction, reduction="none")).all()
+        # What is missing to 1 is a difference, and has the fewer digits the smaller it is.
+        assert_close(loss, expected, rtol=0, atol=1e-11)
+        assert_close(own.grad, _own(gradient, group).detach(), rtol=0, atol=1e-11)
+        whole = _plain(student, teacher / 4, mask, direction=direction, reduction="none")
+        assert (loss <= whole + 1e-11).all()
 
 
 @ranks(1, 2, 4)
@@ -231,10 +233,9 @@ def test_stored_mass_of_more_than_one_stays_finite():
     student = torch.tensor([[200.0, 0.0, -200.0, 0.0]], requires_grad=True)
     stored = StoredTopK(torch.tensor([[0.9, 0.2]]).log(), torch.tensor([[0, 1]]))
     for direction in ("forward", "reverse"):
-        student.grad = None
         loss = vocab_parallel_kl(student, stored, direction=direction)
-        loss.backward()
-        assert loss.isfinite() and student.grad.isfinite().all()
+        (gradient,) = torch.autograd.grad(loss, student)
+        assert loss.isfinite() and gradient.isfinite().all()
 
 
 @ranks(2)
