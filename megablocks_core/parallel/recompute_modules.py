@@ -72,6 +72,8 @@ def recompute_modules(
     for name in names:
         part = model.get_submodule(name)
         part.forward = _Recomputed(part, policy, part.__dict__.get("forward"))
+        if policy.cut_over.size > 1:
+            part.__dict__["recompute_group"] = policy.cut_over  # Where ``bind`` looks.
     return names
 
 

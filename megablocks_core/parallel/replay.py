@@ -25,7 +25,8 @@ def remember(compute: Callable[[], T]) -> T:
     router chose, or the integers that name a random draw. They have no gradient: ``compute``
     runs under ``no_grad``. Outside a recomputed region that is all. Inside one, the second run
     calls nothing, sends nothing, and goes on with torch's random state as ``compute`` left it.
-    In compiled code ``compute`` is traced, as part of the graph.
+    In compiled code ``compute`` is traced, as part of the graph: there it must depend on what
+    goes into the graph alone.
 
     Args:
         compute: Without arguments; gives tensors, numbers, or nests of them, which must not be

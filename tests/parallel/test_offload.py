@@ -21,10 +21,12 @@ class _LateCopies(Copies):
     def __init__(self):
         super().__init__()
         self.started: list[tuple[int, int]] = []
+        self.targets: list[weakref.ref[torch.UntypedStorage]] = []
 
     def start(self, source, target):
         target.fill_(255)
         self.started.append((source.data_ptr(), target.data_ptr()))
+        self.targets.append(weakref.ref(target.untyped_storage()))
         return _LateCopy(source, target)
 
 
@@ -40,7 +42,7 @@ class _LateBuffers(HostBuffers):
     def __init__(self):
         super().__init__()
         self.copies = _LateCopies()
-        self.started = self.copies.started
+        self.started, self.targets = self.copies.started, self.copies.targets
 
 
 _on_cpu = partial(offload, min_bytes=1, from_host=True)
@@ -242,6 +244,17 @@ def test_buffers_come_back_and_nothing_stays(way):
         assert buffers.free == buffers.allocated
     finally:
         gc.enable()
+
+
+def test_what_came_back_goes_after_use_though_the_graph_stays():
+    buffers, x = _LateBuffers(), _x()
+    with _on_cpu(buffers) as moved:
+        y = (x * 1).sin() * (x * 2).square()
+    for walk in (1, 2):
+        y.sum().backward(retain_graph=True)
+        back = buffers.targets[moved.tensors :]
+        assert len(back) == walk * moved.tensors > 1
+        assert all(storage() is None for storage in back)
 
 
 def test_memory_is_flat_over_50_steps():

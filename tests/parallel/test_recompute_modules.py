@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from megablocks_core.groups import Group
+from megablocks_core.groups import Group, bind
 from megablocks_core.parallel import (
     HostBuffers,
     RecomputePolicy,
@@ -202,6 +202,18 @@ def _llama_gradients(model, frozen, buffers=None):
         logits = model(input_ids=_TOKENS, use_cache=False).logits
     logits.square().sum().backward()
     return [logits, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@ranks(2)
+def test_a_pickled_model_is_bound_to_its_ranks_again():
+    group, model = Group.of(dist.group.WORLD), _Model(2)
+    expected = _gradients(model)
+    recompute_modules(model, RecomputePolicy("layers.*", cut_over=group))
+    loaded = pickle.loads(pickle.dumps(model))
+    with pytest.raises(RuntimeError, match="call bind"):
+        _gradients(loaded)
+    bind(loaded, group)
+    _assert_same_bits(_gradients(loaded), expected)
 
 
 def test_it_compiles_whole():
