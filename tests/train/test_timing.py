@@ -97,9 +97,9 @@ def test_an_error_in_a_sampled_step_leaves_no_profiler_on():
     for _ in range(2):
         timer.step(tokens=1)
     with pytest.raises(KeyboardInterrupt), timer("forward"):
-        assert torch.autograd._profiler_enabled()
+        assert torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
         raise KeyboardInterrupt
-    assert not torch.autograd._profiler_enabled()
+    assert not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def test_the_machine_is_looked_at():
