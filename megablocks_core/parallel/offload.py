@@ -98,7 +98,7 @@ class _Session:
         if not isinstance(packed, _Packed):
             return self.outer_unpack(packed)
         memory = packed.piece.brought_back()
-        self._start_back_before(packed.piece.place)
+        self._start_back_before(packed.piece)
         x = torch.empty(0, dtype=packed.dtype, device=memory.device)
         return x.set_(memory.untyped_storage(), packed.offset, packed.size, packed.stride)
 
@@ -108,11 +108,12 @@ class _Session:
             self._leaving.wait()
             self._leaving = None
 
-    def _start_back_before(self, place: int) -> None:
-        """Backward asks next for what was saved before, if the graph still needs it."""
-        for index in range(place - 1, -1, -1):
+    def _start_back_before(self, current: "_Piece") -> None:
+        """Backward asks next for what was saved before, if this walk has not had it yet."""
+        walk = (current.used - 1) // current.uses
+        for index in range(current.place - 1, -1, -1):
             piece = self._order[index]()
-            if piece is not None:
+            if piece is not None and piece.used // piece.uses <= walk:
                 return piece.start_back()
 
     def _stays(self, x: Tensor) -> bool:
