@@ -28,6 +28,8 @@ PHASES = (
 )
 OTHER = ("other", "#c4c8ce")
 
+_LABEL = 0.2  # inches that a label needs
+
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -130,7 +132,8 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> Non
     bounds = axes.get_ylim()
     is_log = axes.get_yscale() == "log"
     low, high = (math.log(bound) if is_log else bound for bound in bounds)
-    apart, placed = 0.055 * (high - low), -math.inf
+    height = axes.bbox.height / axes.figure.dpi  # inches
+    apart, placed = _LABEL / height * (high - low), -math.inf
     for x, y, words, color in sorted(ends, key=lambda end: end[1]):
         if not math.isfinite(y):
             continue
