@@ -44,6 +44,7 @@ from megablocks_core.train import (
     parameter_groups,
     run_record,
     training_flops,
+    watch,
 )
 
 FIXED = ("data", "max_bytes", "sequence_length", "batch_size", "seed")  # once a run has begun
@@ -240,7 +241,8 @@ def train(options: argparse.Namespace) -> Decoder | None:
 
     length = options.sequence_length
     metrics, is_finite = Metrics("loss", group=dp), FiniteGuard()
-    timer = StepTimer(sample_every=20, group=world)
+    timer = StepTimer(sample_every=50, group=world)
+    watched = watch(model, every=50, step=first, group=world)
     progress = Progress(last, start=first, group=world)
     record = run_record(
         label=f"tp={options.tp}, dp={dp.size}",
@@ -261,6 +263,7 @@ def train(options: argparse.Namespace) -> Decoder | None:
             with timer("data"):
                 micro_batches, num_tokens = next(batches)
             norm = backward(micro_batches, num_tokens, model, timer, metrics)
+            watched.step()
             with timer("optimizer"):
                 rate = options.learning_rate * max(each.set(batches.consumed) for each in rates)
                 if is_finite({"grad_norm": norm}):  # the norm is that of all ranks: they agree
@@ -275,7 +278,7 @@ def train(options: argparse.Namespace) -> Decoder | None:
                 held_out = (batch for step in valid_batches() for batch in step.micro_batches)
                 with timer("evaluation"):
                     values["validation_loss"] = evaluate(model, held_out, loss=loss_of, group=dp)
-            values.update(timer.reduce())
+            values |= {**timer.reduce(), **watched.read()}
             run.write(done - 1, values)  # first, so that a run from the checkpoint has the line
             progress.update(done - 1, values)
             if stop() or done % options.save_every == 0 or done == last:
