@@ -6,19 +6,20 @@ of the vocabulary, each with k numbers a token: blocks of this rank, or ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
-from megablocks_core.groups.collectives import (
-    finish_all_gather,
-    finish_reduce_scatter,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-    wait,
+from megablocks_core.groups.collectives import finish_all_gather, start_all_gather
+from megablocks_core.parallel.head_gradients import (
+    Gradients,
+    Head,
+    HeadGradients,
+    Wanted,
+    product,
+    stays_narrow,
 )
 from megablocks_core.parallel.token_chunks import Chunk
 from megablocks_core.parallel.vocabulary import Columns
@@ -56,25 +57,6 @@ class Criterion(Protocol):
         ...
 
 
-class Head(NamedTuple):
-    """A linear map to logits, and the tanh that bounds them."""
-
-    weight: Tensor
-    bias: Tensor | None
-    soft_cap: float | None
-
-
-class Wanted(NamedTuple):
-    """Which gradients to compute."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
     """In what losses are computed: float64 if a tensor is, else float32."""
     wide = any(x.dtype == torch.float64 for x in tensors)
@@ -84,10 +66,10 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
 def chunk_length(head: Head, columns: Columns, wide: torch.dtype, *, others: int = 0) -> int:
     """How many tokens to work on at a time.
 
-    Less where other things beside the logits take memory: slopes of bounded ones, the sum of
-    a 16-bit weight's gradient, and those ``others`` that the caller knows of.
+    Less where other things beside the logits take memory: slopes of bounded ones, the wide sum
+    of a narrow weight's gradient, and those ``others`` that the caller knows of.
     """
-    things = 1 + others + (head.soft_cap is not None) + (head.weight.dtype != wide)
+    things = 1 + others + (head.soft_cap is not None) + 2 * (head.weight.dtype != wide)
     size = max(columns.widest * things, 1)
     if head.weight.device.type != "cpu":
         return max(1, _CHUNK_OF_DEVICE // size)
@@ -114,7 +96,7 @@ class HeadLogits:
         """The logits [n b] of a block of columns."""
         weight, bias, soft_cap = self.head
         x_nb = self.of(block, len(h_nH))
-        _product(h_nH, weight[block].t(), out=x_nb)
+        product(h_nH, weight[block].t(), out=x_nb)
         if bias is not None:
             x_nb.add_(bias[block])
         if soft_cap is not None:
@@ -148,20 +130,23 @@ def run_chunks(
     criterion_of: Callable[[Chunk], Criterion],
     chunks: Sequence[Chunk],
     *,
-    scale_T: Tensor,
+    scale_N: Tensor,
     wanted: Wanted,
     group: Group,
     sequence_parallel: bool,
 ) -> tuple[Tensor, Gradients]:
-    """Losses of all tokens, and the gradients of their sum weighted by ``scale_T``.
+    """Losses [N] of all tokens, and the gradients of their sum weighted by ``scale_N``.
 
-    Gradients of hidden states come in their dtype, the others in that of the losses.
+    A gradient comes in the dtype of what it is of, rounded once; that of hidden states a chunk
+    at a time, the others when all chunks are done.
     """
-    losses_N = hidden_NH.new_zeros(scale_T.numel(), dtype=logits.wide)
-    sums = _Sums(hidden_NH, logits, wanted, group, sequence_parallel)
-    cut = group if sequence_parallel else LOCAL
+    head, cut = logits.head, group if sequence_parallel else LOCAL
+    losses_N = torch.zeros_like(scale_N, dtype=logits.wide)
+    sums = HeadGradients(
+        hidden_NH, head, logits.blocks, wanted, group=group, cut=cut, wide=logits.wide
+    )
     for chunk, h_nH in _hidden_chunks(hidden_NH, chunks, cut, logits.wide):
-        criterion, scale_n = criterion_of(chunk), scale_T.reshape(-1)[chunk.places]
+        criterion, scale_n = criterion_of(chunk), scale_N[chunk.places].to(logits.wide)
         parts = [
             criterion.partial_(logits.compute(block, h_nH), logits.first + block.start)
             for block in logits.blocks
@@ -180,7 +165,7 @@ def run_chunks(
             logits.undo_bound_(dx_nb, block)
             sums.add(block, dx_nb)
         sums.end()
-    return losses_N.view(scale_T.shape), sums.finish()
+    return losses_N, sums.finish()
 
 
 def _hidden_chunks(
@@ -210,71 +195,7 @@ def _start_hidden(hidden_NH: Tensor, chunk: Chunk, cut: Group) -> Tensor:
 
 def _finish_hidden(flying: Tensor, chunk: Chunk, cut: Group, wide: torch.dtype) -> Tensor:
     h_nH = flying if cut.size == 1 else finish_all_gather(flying, dim=0, sizes=chunk.sizes)
-    return h_nH if _stays_narrow(h_nH) else h_nH.to(wide)
-
-
-class _Sums:
-    """Gradients of hidden states, weight and bias, summed up from those in logits.
-
-    A chunk's gradient of hidden states is summed over the ranks while the next chunk is
-    computed.
-    """
-
-    def __init__(
-        self,
-        hidden_NH: Tensor,
-        logits: HeadLogits,
-        wanted: Wanted,
-        group: Group,
-        sequence_parallel: bool,
-    ) -> None:
-        self.weight, self.wide = logits.head.weight, logits.wide
-        self.group, self.scatters = group, sequence_parallel
-        self.hidden = torch.zeros_like(hidden_NH) if wanted.hidden else None
-        shape = self.weight.shape
-        self.dweight = hidden_NH.new_zeros(shape, dtype=self.wide) if wanted.weight else None
-        self.dbias = hidden_NH.new_zeros(shape[0], dtype=self.wide) if wanted.bias else None
-        self.flying: tuple[Chunk, Tensor] | None = None
-
-    def begin(self, chunk: Chunk, h_nH: Tensor) -> None:
-        self.chunk, self.h_nH = chunk, h_nH
-        if self.hidden is not None:
-            self.dh_nH = h_nH.new_zeros(h_nH.shape, dtype=self.wide)
-
-    def add(self, block: slice, dx_nb: Tensor) -> None:
-        if self.hidden is not None:
-            _add_product(self.dh_nH, dx_nb, self.weight[block])
-        if self.dweight is not None:
-            _add_product(self.dweight[block], dx_nb.t(), self.h_nH)
-        if self.dbias is not None:
-            self.dbias[block] += dx_nb.sum(0)
-
-    def end(self) -> None:
-        self._land()
-        if self.hidden is None:
-            return
-        flying = self.dh_nH
-        if self.group.size > 1 and self.scatters:
-            sizes = self.chunk.sizes
-            flying = start_reduce_scatter(flying, dim=0, group=self.group, sizes=sizes)
-        elif self.group.size > 1:
-            flying = start_all_reduce(flying, group=self.group)
-        self.flying = self.chunk, flying
-
-    def finish(self) -> Gradients:
-        self._land()
-        return self.hidden, self.dweight, self.dbias
-
-    def _land(self) -> None:
-        if self.hidden is None or self.flying is None:
-            return
-        (chunk, dh_nH), self.flying = self.flying, None
-        if self.group.size > 1 and self.scatters:
-            sizes = chunk.sizes
-            dh_nH = finish_reduce_scatter(dh_nH, dim=0, group=self.group, sizes=sizes)
-        elif self.group.size > 1:
-            dh_nH = wait(dh_nH)
-        self.hidden[chunk.own] = dh_nH.to(self.hidden.dtype)
+    return h_nH if stays_narrow(h_nH) else h_nH.to(wide)
 
 
 def from_all_ranks(sums_kn: Tensor, group: Group) -> Tensor:
@@ -296,22 +217,3 @@ def maxima(x_nb: Tensor) -> Tensor:
     if x_nb.shape[-1] == 0:
         return x_nb.new_full(x_nb.shape[:-1], torch.finfo(x_nb.dtype).min)
     return x_nb.amax(-1)
-
-
-def _stays_narrow(x: Tensor) -> bool:
-    """Whether products take factors of 16 bits as they are, and still add up in float32."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-
-
-def _product(a: Tensor, b: Tensor, *, out: Tensor) -> None:
-    if _stays_narrow(a):
-        out.copy_(torch.mm(a, b.to(a.dtype), out_dtype=out.dtype))
-    else:
-        torch.mm(a, b.to(out.dtype), out=out)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if _stays_narrow(b):
-        total.add_(torch.mm(a.to(b.dtype), b, out_dtype=total.dtype))
-    else:
-        total.addmm_(a, b.to(total.dtype))

@@ -12,41 +12,43 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import GroupName
 
 from megablocks_core.groups import LOCAL, Group
-from megablocks_core.parallel.chunked_head import Gradients, Wanted
-
-# Rows of a gradient that are scaled and rounded at a time.
-_ROWS = 4096
+from megablocks_core.parallel.head_gradients import Gradients, Wanted
 
 
 class Job(Protocol):
     """All that a loss takes beside the tensors that may have gradients."""
 
     def run(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        wanted: Wanted,
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, wanted: Wanted
     ) -> tuple[Tensor, Gradients]:
-        """Losses [T], and the gradients of their sum or of ``scale`` times them."""
+        """Losses [T], and the gradients of their sum weighted by ``scale`` [T]."""
         ...
 
 
-def wanted(*tensors: Tensor | None) -> Wanted:
-    """Which of hidden, weight and bias need a gradient."""
+def total_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, counts: Tensor, *, mean: bool
+) -> Tensor:
+    """The sum of the losses, or that over the number of tokens that count, if there are any.
+
+    Gradients are computed along with it.
+    """
+    tensors = (hidden, weight, bias)
     enabled = torch.is_grad_enabled()
-    return Wanted(*(enabled and x is not None and x.requires_grad for x in tensors))
+    wanted = Wanted(*(enabled and x is not None and x.requires_grad for x in tensors))
+    one = counts.new_ones((), dtype=torch.float64)
+    share = counts.sum().clamp(min=1).double().reciprocal() if mean else one
+    if torch.float16 in (hidden.dtype, weight.dtype):
+        # Gradients of a mean may be too small for float16 until the caller's loss scale is in.
+        total = _Total.apply(*tensors, job, one, wanted)
+        return total * share.to(total.dtype)
+    return _Total.apply(*tensors, job, share, wanted)
 
 
-def total_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job) -> Tensor:
-    """The sum of the losses; gradients are computed along with them."""
-    return _Total.apply(hidden, weight, bias, job, wanted(hidden, weight, bias))
-
-
-def token_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job) -> Tensor:
+def token_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, counts: Tensor
+) -> Tensor:
     """The losses [T]; backward computes the logits again."""
-    return _PerToken.apply(hidden, weight, bias, job)
+    return _PerToken.apply(hidden, weight, bias, job, counts)
 
 
 def group_named(name: str) -> Group:
@@ -55,60 +57,49 @@ def group_named(name: str) -> Group:
 
 
 class _Total(torch.autograd.Function):
-    """The sum of losses. Its first backward hands out the gradients that forward computed."""
+    """The sum of losses, scaled. Its first backward hands out what forward computed."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, wanted: Wanted
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        job: Job,
+        scale: Tensor,
+        wanted: Wanted,
     ) -> Tensor:
-        losses_T, gradients = job.run(hidden, weight, bias, None, wanted)
-        ctx.job, ctx.wanted, ctx.gradients = job, wanted, gradients
-        ctx.save_for_backward(hidden, weight, bias)
-        return losses_T.sum()
+        losses, ctx.gradients = job.run(hidden, weight, bias, scale, wanted)
+        ctx.job, ctx.wanted = job, wanted
+        ctx.save_for_backward(hidden, weight, bias, scale)
+        return losses.sum() * scale.to(losses.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         # They are scaled in place and then the caller's: a backward after that starts anew.
         gradients, ctx.gradients = ctx.gradients, None
-        hidden, weight, bias = ctx.saved_tensors
         if gradients is None:
-            _, gradients = ctx.job.run(hidden, weight, bias, None, ctx.wanted)
-        dhidden, dweight, dbias = gradients
-        if dhidden is not None:
-            dhidden.mul_(dtotal)
-        dweight, dbias = _scaled(dweight, dtotal, weight), _scaled(dbias, dtotal, bias)
-        return dhidden, dweight, dbias, None, None
+            _, gradients = ctx.job.run(*ctx.saved_tensors, ctx.wanted)
+        return *(None if x is None else x.mul_(dtotal) for x in gradients), None, None, None
 
 
 class _PerToken(torch.autograd.Function):
     """Each token's loss; nothing but the inputs is saved."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job) -> Tensor:
-        losses_T, _ = job.run(hidden, weight, bias, None, Wanted(False, False, False))
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, counts: Tensor
+    ) -> Tensor:
+        scale = counts.new_ones((), dtype=torch.float64)
+        losses, _ = job.run(hidden, weight, bias, scale, Wanted(False, False, False))
         ctx.job = job
         ctx.save_for_backward(hidden, weight, bias)
-        return losses_T
+        return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlosses_T: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias = ctx.saved_tensors
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         wanted = Wanted(*ctx.needs_input_grad[:3])
-        _, gradients = ctx.job.run(hidden, weight, bias, dlosses_T, wanted)
-        dhidden, dweight, dbias = gradients
-        one = dlosses_T.new_ones(())
-        return dhidden, _scaled(dweight, one, weight), _scaled(dbias, one, bias), None
-
-
-def _scaled(gradient: Tensor | None, scale: Tensor, like: Tensor | None) -> Tensor | None:
-    """``gradient`` times ``scale`` in the dtype of ``like``; in place if that is its own."""
-    if gradient is None or like is None:
-        return None
-    if gradient.dtype == like.dtype:
-        return gradient.mul_(scale)
-    result = torch.empty_like(like)
-    for part, source in zip(result.split(_ROWS), gradient.split(_ROWS), strict=True):
-        part.copy_(source * scale)
-    return result
+        _, gradients = ctx.job.run(*ctx.saved_tensors, dlosses, wanted)
+        return *gradients, None, None

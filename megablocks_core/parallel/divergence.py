@@ -218,7 +218,7 @@ def _losses(
     """Losses [T], the numbers [k N] of the whole vocabulary, and this rank's columns of it."""
     stored = len(teacher) > 1
     columns = agree_on_columns(
-        logits.reshape(-1, logits.shape[-1]).t(),
+        logits.reshape(mask.numel(), logits.shape[-1]).t(),
         teacher[1] if stored else torch.zeros_like(mask, dtype=torch.int64),
         mask.unsqueeze(-1) if stored else mask,
         vocab_size=options.vocab_size,

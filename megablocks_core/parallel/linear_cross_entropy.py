@@ -12,10 +12,7 @@ from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group, chunk_slice
 from megablocks_core.parallel.chunked_head import (
-    Gradients,
-    Head,
     HeadLogits,
-    Wanted,
     chunk_length,
     maxima,
     merge_exponentials,
@@ -23,6 +20,7 @@ from megablocks_core.parallel.chunked_head import (
     wide_dtype,
 )
 from megablocks_core.parallel.chunked_loss import group_named, token_losses, total_loss
+from megablocks_core.parallel.head_gradients import Gradients, Head, Wanted
 from megablocks_core.parallel.token_chunks import chunk_tokens
 from megablocks_core.parallel.vocabulary import agree_on_columns
 
@@ -45,16 +43,16 @@ def linear_cross_entropy(
     """``vocab_parallel_cross_entropy`` of ``hidden @ weight.T + bias``, whose result never exists.
 
     The loss is that of the logits ``x``, or of ``soft_cap * tanh(x / soft_cap)``. Logits exist
-    for a chunk of tokens at a time, 48 MiB of them on CPU, whatever T is. Ignored tokens are
-    not computed at all: their loss and gradients are exactly zero. Minus the losses of
-    ``reduction="none"`` are the targets' log-probabilities, with their gradients.
+    for a chunk of tokens at a time, 256 MiB of them on CPU at most, whatever T is. Ignored
+    tokens are not computed at all: their loss and gradients are exactly zero. Minus the losses
+    of ``reduction="none"`` are the targets' log-probabilities, with their gradients.
 
     Computed and returned in float32, or float64 if ``hidden`` or ``weight`` is; gradients have
     the dtypes of what they are of, and that of the weight is summed in at least float32. For
-    "sum" and "mean" the gradients are computed in forward, which therefore takes twice the
-    time less, and a first backward scales them in place; a second one through a retained
-    graph computes them again. For "none" backward computes the logits again. Saved for
-    backward are the inputs themselves and, for "sum" and "mean", the gradients.
+    "sum" and "mean" forward computes the gradients too, and a first backward scales them in
+    place; a second one through a retained graph computes them again. For "none" backward
+    computes the logits again. Saved for backward are the inputs themselves and, for "sum" and
+    "mean", the gradients.
 
     Over several ranks forward sends five integers, and for each chunk an all-gather of three
     or four numbers a token; "sum" and "mean" all-reduce the chunk's gradient of ``hidden``
@@ -101,10 +99,10 @@ def linear_cross_entropy(
         sequence_parallel,
         group,
     )
+    valid = targets != ignore_index
     if reduction == "none":
-        return token_losses(hidden, weight, bias, job)
-    total = total_loss(hidden, weight, bias, job)
-    return total if reduction == "sum" else total / (targets != ignore_index).sum().clamp(min=1)
+        return token_losses(hidden, weight, bias, job, valid)
+    return total_loss(hidden, weight, bias, job, valid, mean=reduction == "mean")
 
 
 def check_head(
@@ -173,7 +171,7 @@ class _Job(NamedTuple):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        scale: Tensor | None,
+        scale: Tensor,
         wanted: Wanted,
     ) -> tuple[Tensor, Gradients]:
         if not torch.compiler.is_compiling():
@@ -202,7 +200,7 @@ def _run(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    scale: Tensor | None,
+    scale: Tensor,
     wanted: Wanted,
     job: _Job,
 ) -> tuple[Tensor, Gradients]:
@@ -227,12 +225,13 @@ def _run(
             targets_N[chunk.places], job.label_smoothing, job.z_loss, columns.whole
         ),
         chunks,
-        scale_T=torch.ones_like(targets, dtype=wide) if scale is None else scale,
+        scale_N=scale.expand(targets.shape).reshape(-1),
         wanted=wanted,
         group=group,
         sequence_parallel=job.sequence_parallel,
     )
-    return losses, (None if dhidden is None else dhidden.view(hidden.shape), dweight, dbias)
+    dhidden = None if dhidden is None else dhidden.view(hidden.shape)
+    return losses.view(targets.shape), (dhidden, dweight, dbias)
 
 
 class _CrossEntropy(NamedTuple):
@@ -296,7 +295,7 @@ def _opaque(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    scale: Tensor | None,
+    scale: Tensor,
     wanted: list[bool],
     targets: Tensor,
     vocab_size: int | None,
@@ -331,6 +330,6 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others) -> tuple[Ten
     return (
         targets.new_empty(targets.shape, dtype=wide),
         torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0),
-        torch.empty_like(weight, dtype=wide) if wants_weight else hidden.new_empty(0),
-        hidden.new_empty(len(weight) if wants_bias else 0, dtype=wide),
+        torch.empty_like(weight) if wants_weight else hidden.new_empty(0),
+        torch.empty_like(bias) if wants_bias and bias is not None else hidden.new_empty(0),
     )

@@ -15,10 +15,7 @@ from torch import Tensor
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.parallel.chunked_head import (
     Criterion,
-    Gradients,
-    Head,
     HeadLogits,
-    Wanted,
     chunk_length,
     chunk_of,
     run_chunks,
@@ -29,10 +26,10 @@ from megablocks_core.parallel.divergence import (
     StoredTopK,
     check_options,
     check_stored,
-    reduced,
     stored_criterion,
 )
 from megablocks_core.parallel.divergence_criteria import WholeTeacher
+from megablocks_core.parallel.head_gradients import Gradients, Head, Wanted
 from megablocks_core.parallel.linear_cross_entropy import check_head
 from megablocks_core.parallel.token_chunks import Chunk, chunk_tokens
 from megablocks_core.parallel.vocabulary import Columns, agree_on_columns
@@ -125,9 +122,8 @@ def linear_kl(
         group,
     )
     if reduction == "none":
-        return token_losses(hidden, weight, bias, job)
-    total = total_loss(hidden, weight, bias, job)
-    return reduced(total, mask, reduction)
+        return token_losses(hidden, weight, bias, job, mask)
+    return total_loss(hidden, weight, bias, job, mask, mean=reduction == "mean")
 
 
 def _constant(teacher: TeacherHead | StoredTopK) -> TeacherHead | StoredTopK:
@@ -170,7 +166,7 @@ class _Job(NamedTuple):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        scale: Tensor | None,
+        scale: Tensor,
         wanted: Wanted,
     ) -> tuple[Tensor, Gradients]:
         if not torch.compiler.is_compiling():
@@ -204,7 +200,7 @@ def _run(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    scale: Tensor | None,
+    scale: Tensor,
     wanted: Wanted,
     job: _Job,
 ) -> tuple[Tensor, Gradients]:
@@ -230,12 +226,13 @@ def _run(
         HeadLogits(head, columns, wide, chunks),
         _criterion_of(job, columns, wide, chunks),
         chunks,
-        scale_T=torch.ones_like(mask, dtype=wide) if scale is None else scale,
+        scale_N=scale.expand(mask.shape).reshape(-1),
         wanted=wanted,
         group=group,
         sequence_parallel=job.sequence_parallel,
     )
-    return losses, (None if dhidden is None else dhidden.view(hidden.shape), dweight, dbias)
+    dhidden = None if dhidden is None else dhidden.view(hidden.shape)
+    return losses.view(mask.shape), (dhidden, dweight, dbias)
 
 
 def _criterion_of(
@@ -244,8 +241,8 @@ def _criterion_of(
     """The divergence of a chunk's tokens."""
     teacher = job.teacher
     if isinstance(teacher, StoredTopK):
-        log_probs_NK = teacher.log_probs.reshape(job.mask.numel(), -1)
-        indices_NK = teacher.indices.reshape(job.mask.numel(), -1)
+        log_probs_NK = teacher.log_probs.reshape(job.mask.numel(), teacher.log_probs.shape[-1])
+        indices_NK = teacher.indices.reshape(log_probs_NK.shape)
 
         def stored(chunk: Chunk) -> Criterion:
             return stored_criterion(
@@ -284,7 +281,7 @@ def _opaque(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    scale: Tensor | None,
+    scale: Tensor,
     wanted: list[bool],
     teacher: list[Tensor],
     mask: Tensor,
@@ -325,6 +322,6 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others) -> tuple[Ten
     return (
         mask.new_empty(mask.shape, dtype=wide),
         torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0),
-        torch.empty_like(weight, dtype=wide) if wants_weight else hidden.new_empty(0),
-        hidden.new_empty(len(weight) if wants_bias else 0, dtype=wide),
+        torch.empty_like(weight) if wants_weight else hidden.new_empty(0),
+        torch.empty_like(bias) if wants_bias and bias is not None else hidden.new_empty(0),
     )

@@ -68,7 +68,7 @@ def agree_on_columns(
             "equal on all ranks"
         )
     low, high = min(words[1] for words in words_R5), max(words[2] for words in words_R5)
-    if low < 0 or high >= whole:
+    if low < 0 or high >= max(whole, 1):
         raise ValueError(
             f"{what_points} must lie in the vocabulary of {whole} entries; found "
             f"{low if low < 0 else high}"

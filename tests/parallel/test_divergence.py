@@ -279,7 +279,7 @@ def test_gathered_logits_and_foreign_indices_are_refused_on_all_ranks():
     own = _own(student, group)
     for wrong, match in (
         (indices + 8 * group.rank, "lie in"),
-        ((indices + group.rank) % 8, "equal"),
+        ((indices + group.rank) % 8, "be equal"),
     ):
         with pytest.raises(ValueError, match=f"indices must {match}"):
             vocab_parallel_kl(own, StoredTopK(log_probs, wrong), group=group)

@@ -1,0 +1,170 @@
+"""Gradients of a head and its hidden states, from those in its logits, a block at a time.
+
+Dimensions: N tokens, n those of a chunk, H features, b columns of the vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megablocks_core.groups import Group
+from megablocks_core.groups.collectives import (
+    finish_reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter,
+    wait,
+)
+from megablocks_core.parallel.token_chunks import Chunk
+
+# Elements of a weight's gradient in one allocation, where it is rounded at the end: each goes
+# back to the system as soon as its part is rounded.
+_PIECE = 1 << 24
+
+
+class Head(NamedTuple):
+    """A linear map to logits, and the tanh that bounds them."""
+
+    weight: Tensor
+    bias: Tensor | None
+    soft_cap: float | None
+
+
+class Wanted(NamedTuple):
+    """Which gradients to compute."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class HeadGradients:
+    """Gradients of hidden states, weight and bias, summed up from those in logits.
+
+    A chunk's gradient of hidden states is summed over the ranks while the next chunk is
+    computed.
+    """
+
+    def __init__(
+        self,
+        hidden_NH: Tensor,
+        head: Head,
+        blocks: list[slice],
+        wanted: Wanted,
+        *,
+        group: Group,
+        cut: Group,
+        wide: torch.dtype,
+    ) -> None:
+        self.weight, self.bias, _ = head
+        self.group, self.cut, self.wide = group, cut, wide
+        self.hidden = torch.zeros_like(hidden_NH) if wanted.hidden else None
+        self.dweight = RowSums(self.weight, blocks, wide) if wanted.weight else None
+        self.dbias = None
+        if wanted.bias and self.bias is not None:
+            self.dbias = torch.zeros_like(self.bias, dtype=self.wide)
+        self.flying: tuple[Chunk, Tensor] | None = None
+
+    def begin(self, chunk: Chunk, h_nH: Tensor) -> None:
+        """Start with a chunk."""
+        self.chunk, self.h_nH = chunk, h_nH
+        if self.hidden is not None:
+            self.dh_nH = h_nH.new_zeros(h_nH.shape, dtype=self.wide)
+
+    def add(self, block: slice, dx_nb: Tensor) -> None:
+        """Add what the gradient in a block of the chunk's logits makes."""
+        if self.hidden is not None:
+            add_product(self.dh_nH, dx_nb, self.weight[block])
+        if self.dweight is not None:
+            add_product(self.dweight.of(block), dx_nb.t(), self.h_nH)
+        if self.dbias is not None:
+            self.dbias[block] += dx_nb.sum(0)
+
+    def end(self) -> None:
+        """All blocks of the chunk have been added."""
+        self._land()
+        if self.hidden is None:
+            return
+        flying = self.dh_nH
+        if self.cut.size > 1:
+            sizes = self.chunk.sizes
+            flying = start_reduce_scatter(flying, dim=0, group=self.cut, sizes=sizes)
+        elif self.group.size > 1:
+            flying = start_all_reduce(flying, group=self.group)
+        self.flying = self.chunk, flying
+
+    def finish(self) -> Gradients:
+        """All chunks have been added: the gradients, each in the dtype of what it is of."""
+        self._land()
+        dweight = None if self.dweight is None else self.dweight.rounded()
+        dbias = self.dbias
+        if dbias is not None and self.bias is not None:
+            dbias = dbias.to(self.bias.dtype)
+        return self.hidden, dweight, dbias
+
+    def _land(self) -> None:
+        if self.hidden is None or self.flying is None:
+            return
+        (chunk, dh_nH), self.flying = self.flying, None
+        if self.cut.size > 1:
+            sizes = chunk.sizes
+            dh_nH = finish_reduce_scatter(dh_nH, dim=0, group=self.cut, sizes=sizes)
+        elif self.group.size > 1:
+            dh_nH = wait(dh_nH)
+        self.hidden[chunk.own] = dh_nH.to(self.hidden.dtype)
+
+
+class RowSums:
+    """The gradient of a weight, block by block, summed in at least float32."""
+
+    def __init__(self, weight: Tensor, blocks: list[slice], wide: torch.dtype) -> None:
+        self.weight = weight
+        width, own, features = max(blocks[0].stop, 1), blocks[-1].stop, weight.shape[1]
+        self.step = max(1, _PIECE // max(width * features, 1)) * width
+        if weight.dtype == wide:
+            self.step = max(len(weight), 1)
+            own = len(weight)
+        starts = range(0, max(own, 1), self.step)
+        lengths = [min(self.step, own - start) for start in starts]
+        self.pieces = [weight.new_zeros(length, features, dtype=wide) for length in lengths]
+
+    def of(self, block: slice) -> Tensor:
+        """The rows of a block."""
+        start = block.start % self.step
+        return self.pieces[block.start // self.step][start : start + block.stop - block.start]
+
+    def rounded(self) -> Tensor:
+        """The whole sum in the dtype of the weight, once; zeros in rows of no block."""
+        if self.pieces[0].dtype == self.weight.dtype:
+            return self.pieces.pop()
+        result, start = torch.empty_like(self.weight), 0
+        while self.pieces:
+            piece = self.pieces.pop(0)
+            result[start : start + len(piece)] = piece
+            start += len(piece)
+        result[start:] = 0.0
+        return result
+
+
+def stays_narrow(x: Tensor) -> bool:
+    """Whether products take factors of 16 bits as they are, and still add up in float32."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def product(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+    """``a @ b``, in the dtype of ``out``."""
+    if stays_narrow(a):
+        out.copy_(torch.mm(a, b.to(a.dtype), out_dtype=out.dtype))
+    else:
+        torch.mm(a, b.to(out.dtype), out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b``."""
+    if stays_narrow(b):
+        total.add_(torch.mm(a.to(b.dtype), b, out_dtype=total.dtype))
+    else:
+        total.addmm_(a, b.to(total.dtype))
