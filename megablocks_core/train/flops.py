@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Protocol
 
 from megablocks_core.train.metrics import Mean
@@ -154,11 +155,15 @@ def training_flops(parts: Iterable[Work], lengths: Sequence[int]) -> int:
     ``[length] * rows``. The ``flops_per_token`` of a run record is this over ``sum(lengths)``.
 
     Raises:
-        ValueError: A length is negative.
+        ValueError: A length is negative or no integer.
     """
-    if any(length < 0 for length in lengths):
-        raise ValueError(f"lengths={list(lengths)} must not be negative")
-    return 3 * sum(part.flops(lengths) for part in parts)
+    try:
+        whole = list(map(index, lengths))  # Those of a tensor would wrap around at 32 bits.
+    except TypeError:
+        raise ValueError(f"lengths={list(lengths)} must be integers") from None
+    if any(length < 0 for length in whole):
+        raise ValueError(f"lengths={whole} must not be negative")
+    return 3 * sum(part.flops(whole) for part in parts)
 
 
 def mfu(flops: float, *, seconds: float, peak_flops: float) -> Mean:
@@ -166,12 +171,19 @@ def mfu(flops: float, *, seconds: float, peak_flops: float) -> Mean:
 
     ``peak_flops`` is that of all devices together. It is a ``Mean``, so steps of different
     lengths pool to the share of their whole time.
+
+    Raises:
+        ValueError: ``peak_flops`` is not positive, or ``seconds`` is negative.
     """
+    if not peak_flops > 0:
+        raise ValueError(f"peak_flops={peak_flops} must be positive")
+    if not seconds >= 0:
+        raise ValueError(f"seconds={seconds} must not be negative")
     return Mean(flops, seconds * peak_flops)
 
 
 def _check_sizes(work: Any, may_be_zero: tuple[str, ...] = ()) -> None:
     for name, value in vars(work).items():
         least = 0 if name in may_be_zero else 1
-        if value is not None and value is not False and value < least:
+        if value is not None and value is not False and not value >= least:
             raise ValueError(f"{name}={value} must be at least {least}")

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,8 +41,9 @@ class StopAfter:
     ``device`` is where the message lies (NCCL).
 
     Raises:
-        ValueError: ``minutes`` is negative, ``every`` is below 1, or the block is entered
-            outside the main thread with ``signals``, which Python delivers to that one alone.
+        ValueError: ``minutes`` is negative, ``every`` is below 1 or not whole, or the block is
+            entered with a signal that cannot be handled, or outside the main thread with
+            ``signals``, which Python delivers to that one alone. Handlers stay as they were.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class StopAfter:
     ) -> None:
         if minutes is not None and not minutes >= 0:
             raise ValueError(f"minutes={minutes} must not be negative")
-        if every < 1:
-            raise ValueError(f"every={every} must be at least 1 call")
-        self.minutes, self.signals, self.every = minutes, tuple(signals), every
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every={every} must be a whole number of at least 1 call")
+        self.minutes, self.signals, self.every = minutes, tuple(dict.fromkeys(signals)), every
         self.group, self.device = group, device
         self.reason: str | None = None
         self._ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -91,15 +92,18 @@ class StopAfter:
                 "receives signals in Python"
             )
         for number in self.signals:
-            self._before[number] = signal.signal(number, self._receive)
+            try:
+                self._before[number] = signal.signal(number, self._receive)
+            except (OSError, ValueError, TypeError) as error:
+                for known in list(self._before):
+                    self._restore(known)
+                raise ValueError(
+                    f"signals={self.signals} must be signals that a program may handle, which "
+                    f"{number!r} is not"
+                ) from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *outcome: object) -> None:
         for number in list(self._before):
             self._restore(number)
         received, self._received = self._received, None

@@ -162,6 +162,12 @@ def test_a_feed_forward_layer_without_gate_has_two_matrices():
     assert LinearWork(32, 48, times=3).flops([10]) == 3 * LinearWork(32, 48).flops([10])
 
 
+def test_lengths_in_a_tensor_do_not_wrap_around():
+    parts, lengths = [LinearWork(4096, 14336, times=32)], [4096, 4096]
+    found = training_flops(parts, torch.tensor(lengths, dtype=torch.int32))
+    assert type(found) is int and found == training_flops(parts, lengths) > 2**40
+
+
 def test_mfu_pools_over_steps_of_different_lengths():
     steps = [mfu(30.0, seconds=1.0, peak_flops=100.0), mfu(10.0, seconds=3.0, peak_flops=100.0)]
     assert steps[0] == 0.3 and pooled(steps) == 0.1
@@ -175,7 +181,11 @@ def test_mfu_pools_over_steps_of_different_lengths():
         (lambda: FeedForwardWork(32, -1), "ffn_size=-1 must be at least 1"),
         (lambda: ExpertsWork(32, 8, 4, 5), "top_k=5 must not be above num_experts=4"),
         (lambda: ExpertsWork(32, 8, 4, 2, -1), "shared_ffn_size=-1 must be at least 0"),
+        (lambda: LinearWork(float("nan"), 4), "in_features=nan must be at least 1"),
         (lambda: training_flops([], [3, -1]), r"lengths=\[3, -1\] must not be negative"),
+        (lambda: training_flops([], [3, 1.5]), r"lengths=\[3, 1.5\] must be integers"),
+        (lambda: mfu(1.0, seconds=1.0, peak_flops=0.0), "peak_flops=0.0 must be positive"),
+        (lambda: mfu(1.0, seconds=-1.0, peak_flops=1.0), "seconds=-1.0 must not be negative"),
     ],
 )
 def test_wrong_sizes_are_refused(make, message):

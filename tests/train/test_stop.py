@@ -126,5 +126,24 @@ def test_outside_the_main_thread_it_says_so():
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="minutes=-1 must not be negative"):
         StopAfter(minutes=-1)
-    with pytest.raises(ValueError, match="every=0 must be at least 1"):
+    with pytest.raises(ValueError, match="every=0 must be a whole number of at least 1"):
         StopAfter(every=0)
+    for every in (float("nan"), 1.5):
+        with pytest.raises(ValueError, match=f"every={every} must be a whole number"):
+            StopAfter(every=every)
+
+
+def test_a_signal_named_twice_has_its_handler_back():
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopAfter(signals=(signal.SIGUSR1, signal.SIGUSR1)):
+        pass
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize("bad", [signal.SIGKILL, 4096, "SIGTERM"])
+def test_a_signal_that_cannot_be_handled_is_refused_and_handlers_come_back(bad):
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = StopAfter(signals=(signal.SIGUSR1, bad))
+    with pytest.raises(ValueError, match="must be signals that a program may handle, which"):
+        stop.__enter__()
+    assert signal.getsignal(signal.SIGUSR1) == before
