@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from megablocks_core.groups import LOCAL, Group
@@ -51,13 +50,8 @@ class Sinks:
     def __enter__(self) -> Sinks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _each([partial(_leave, sink, kind, error, trace) for sink in reversed(self.sinks)])
+    def __exit__(self, *outcome: Any) -> None:
+        _each([partial(_leave, sink, *outcome) for sink in reversed(self.sinks)])
 
 
 class TensorBoard:
