@@ -23,6 +23,7 @@ from megablocks_core.parallel.lora_layers import (
     detach,
     factors_of,
     kind_of,
+    modules_by_name,
     place_of,
     share_messages,
     share_of,
@@ -104,7 +105,7 @@ def adapt(
         ValueError: As ``add_lora``; nothing was changed.
     """
     _refuse_wrappers(module)
-    parts = {clean_module_name(name): part for name, part in module.named_modules()}
+    parts = modules_by_name(module)
     layers = {name: parts[name] for name in settings}
     places = {name: place_of(name, layer) for name, layer in layers.items()}
     new = []

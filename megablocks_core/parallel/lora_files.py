@@ -27,7 +27,12 @@ from megablocks_core.groups import (
 )
 from megablocks_core.parallel.adapters import adapted_layers
 from megablocks_core.parallel.lora import adapt
-from megablocks_core.parallel.lora_layers import clean_module_name, factors_of, place_of
+from megablocks_core.parallel.lora_layers import (
+    clean_module_name,
+    factors_of,
+    modules_by_name,
+    place_of,
+)
 
 _TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -163,15 +168,14 @@ def _write(target: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> 
 
 def _layers(module: nn.Module, stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The two factors of each layer, by the layer's name."""
-    names = {clean_module_name(name) for name, _ in module.named_modules()}
+    parts = modules_by_name(module)
     layers: dict[str, dict[str, Any]] = {}
     for key, tensor in stored.items():
         match = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
-        if match and match[1] in names:
+        if match and match[1] in parts:
             layers.setdefault(match[1], {})[match[2].removesuffix(".weight")] = tensor
-        elif _base_name(key) not in names:
+        elif _base_name(key) not in parts:
             raise ValueError(f"{_TENSORS}: {key} names no layer of a {type(module).__name__}")
-    parts = {clean_module_name(name): part for name, part in module.named_modules()}
     for name, factors in layers.items():
         _check_factors(name, parts[name], factors)
     return layers
@@ -218,10 +222,9 @@ def _fill(module: nn.Module, layers: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _fill_base(module: nn.Module, stored: Mapping[str, Any]) -> None:
-    layers = {clean_module_name(name): layer for name, layer in module.named_modules()}
+    parts = modules_by_name(module)
     for key, tensor in stored.items():
         name = _base_name(key)
         if name is not None:
-            load_slices(
-                layers[name].get_parameter("weight"), specs_of(layers[name], "weight"), tensor
-            )
+            weight, specs = parts[name].get_parameter("weight"), specs_of(parts[name], "weight")
+            load_slices(weight, specs, tensor)

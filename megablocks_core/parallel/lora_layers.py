@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 def place_of(name: str, layer: nn.Module) -> Place:
-    """Decide it.
+    """How the adapter of ``layer``, called ``name``, is to be cut.
 
     Raises:
         ValueError: The layer is not served.
@@ -94,11 +94,11 @@ def blank_factors(
     """Factors without values: what this rank holds of [rank I] and [O rank]."""
     weight = layer.get_parameter("weight")
     outputs, inputs = place.shape
-    blanks = (
-        torch.empty(_held((rank, inputs), place.a_specs), dtype=dtype or weight.dtype),
-        torch.empty(_held((outputs, rank), place.b_specs), dtype=dtype or weight.dtype),
+    shapes = (_held((rank, inputs), place.a_specs), _held((outputs, rank), place.b_specs))
+    a, b = (
+        nn.Parameter(torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device))
+        for shape in shapes
     )
-    a, b = (nn.Parameter(torch.empty_like(blank, device=weight.device)) for blank in blanks)
     return a, b
 
 
@@ -188,6 +188,11 @@ def share_messages(module: nn.Module) -> None:
 def clean_module_name(name: str) -> str:
     """A module's name without the steps of wrappers."""
     return clean_name(f"{name}.")[:-1]
+
+
+def modules_by_name(module: nn.Module) -> dict[str, nn.Module]:
+    """All modules of a model by their names without the steps of wrappers."""
+    return {clean_module_name(name): part for name, part in module.named_modules()}
 
 
 def kind_of(part: nn.Module) -> str:
