@@ -153,9 +153,9 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, index: Tensor, p: float, stream: int, first: int) -> Tensor:
-        rows = bits_of(index, stream)
         if p == 1:
             return torch.zeros_like(x)
+        rows = bits_of(index, stream)
         if torch.compiler.is_compiling():
             return _drop(x, rows, p, first)
         limit = _BLOCK_ON_CPU if x.device.type == "cpu" else _BLOCK_ELSEWHERE

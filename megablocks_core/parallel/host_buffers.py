@@ -62,7 +62,7 @@ class Loan:
     """Bytes of a buffer, given back when this object dies.
 
     Attributes:
-        bytes: They, uint8.
+        bytes: What was borrowed, uint8.
     """
 
     def __init__(

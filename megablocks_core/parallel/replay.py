@@ -8,7 +8,7 @@ remembered, and what is dear to compute may be kept.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
+Keeps = Callable[[Any], bool]  # whether the result of an operation is kept
 
 
 def remember(compute: Callable[[], T]) -> T:
@@ -43,7 +44,7 @@ class Region:
         keeps: Whether the result of an operation is kept; ``None``: of none.
     """
 
-    def __init__(self, keeps: "Keeps | None" = None) -> None:
+    def __init__(self, keeps: Keeps | None = None) -> None:
         self.keeps = keeps
         self.choices: list[_Choice] = []
         self.results: list[_Result] = []
@@ -61,14 +62,6 @@ class Region:
                 yield
         finally:
             _current.reset(token)
-
-
-class Keeps(Protocol):
-    """Says whether the result of an operation is kept."""
-
-    def __call__(self, operation: Any, /) -> bool:
-        """Decide."""
-        ...
 
 
 class _Choice(NamedTuple):

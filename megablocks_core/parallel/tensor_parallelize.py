@@ -7,13 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from megablocks_core.groups import (
-    Group,
-    load_slices,
-    mark,
-    specs_of,
-    whole_tensor,
-)
+from megablocks_core.groups import Group, load_slices, mark, specs_of, whole_tensor
 from megablocks_core.parallel.blueprint import UNDO, Blueprint, draw, output_head, parent_of
 from megablocks_core.parallel.boundaries import (
     BeginSharing,
@@ -79,9 +73,8 @@ def tensor_parallelize(
 
     Under sequence parallelism the layers of a transformers model hold equal slices of the
     tokens, along dim -2, which attention and feed-forward blocks gather (and the features too,
-    where the plan gathers them). In another model the
-    caller cuts the tokens, and every parameter that the plan does not name has its gradient
-    summed.
+    where the plan gathers them). In another model the caller cuts the tokens, and every
+    parameter that the plan does not name has its gradient summed.
 
     A block of a decoder layer sends one all-reduce forward and one backward, or under sequence
     parallelism an all-gather and a reduce-scatter each way.
