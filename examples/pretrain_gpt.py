@@ -275,7 +275,7 @@ def train(options: argparse.Namespace) -> Decoder | None:
 
             values = {**metrics.reduce(), "grad_norm": norm.item(), "learning_rate": rate}
             if done % options.evaluate_every == 0 or done == last:
-                held_out = (batch for step in valid_batches() for batch in step.micro_batches)
+                held_out = valid_batches()
                 with timer("evaluation"):
                     values["validation_loss"] = evaluate(model, held_out, loss=loss_of, group=dp)
             values |= {**timer.reduce(), **watched.read()}
