@@ -145,8 +145,7 @@ class DecoderSpec:
             if value != fixed.get(name, bool(value)):
                 raise ValueError(f"{name}={value!r} has no place in a config of {self.family!r}")
         for name in _OWN_DROPOUTS:
-            if getattr(self, name):
-                rate = getattr(self, name)
+            if rate := getattr(self, name):
                 raise ValueError(f"{name}={rate} has no place in a config of {self.family!r}")
         for name in fixed:
             config.pop(name, None)
