@@ -35,15 +35,17 @@ class DropoutKey:
             spares compiled code a second compilation.
 
     Raises:
-        ValueError: ``seed`` is no such integer.
+        ValueError: ``seed`` is no such integer, or ``step`` is none.
     """
 
     seed: int
     step: int | Tensor
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed={self.seed} must lie between 0 and 2**63 - 1")
+        if not (_is_integer(self.seed) and 0 <= self.seed < 1 << 63):
+            raise ValueError(f"seed={self.seed} must lie between 0 and 2**63 - 1, and be whole")
+        if not _is_integer(self.step):
+            raise ValueError(f"step={self.step} must be an integer")
 
     def index(self, sample_ids: Tensor, positions: Tensor) -> Tensor:
         """One word a token, int64 [... T], that ``dropout`` takes as its ``index``.
@@ -52,7 +54,13 @@ class DropoutKey:
             sample_ids: The number of each token's sample in the data set or in the global
                 batch; integers that broadcast with ``positions``, such as [B 1].
             positions: Each token's place in its sample; integers [T] or [... T].
+
+        Raises:
+            ValueError: They are no integers: rounded, tokens would share their masks.
         """
+        for name, numbers in (("sample_ids", sample_ids), ("positions", positions)):
+            if not _is_integer(numbers):
+                raise ValueError(f"{name} of {numbers.dtype} must be integers")
         device = positions.device
         step = bits_of(as_word(self.seed, device), as_word(self.step, device))
         return bits_of(bits_of(step, sample_ids.long()), positions.long())
@@ -76,9 +84,12 @@ def dropout(
         first_feature: Where this rank's features start in the whole, if they are cut.
 
     Raises:
-        ValueError: ``p`` is no probability, or ``index`` is not of the tokens of ``x``.
+        ValueError: ``p`` is no probability, or ``index`` is not of the tokens of ``x`` or not
+            int64.
     """
     check_probability(p, "p")
+    if index.dtype != torch.int64:
+        raise ValueError(f"index of {index.dtype} must be int64, as DropoutKey.index makes it")
     if index.shape != x_TF.shape[:-1]:
         raise ValueError(
             f"index of shape {list(index.shape)} must have one word for each row of x, "
@@ -141,6 +152,12 @@ def check_probability(p: float, name: str) -> None:
     """Raise a ``ValueError`` that names ``p`` if it is no probability."""
     if not 0 <= p <= 1:
         raise ValueError(f"{name}={p} must lie between 0 and 1")
+
+
+def _is_integer(number: int | Tensor) -> bool:
+    if isinstance(number, Tensor):
+        return not (number.is_floating_point() or number.is_complex())
+    return hasattr(number, "__index__")
 
 
 @torch.compiler.assume_constant_result

@@ -33,15 +33,14 @@ def dropout_modules(model: nn.Module) -> tuple[str, ...]:
     refuse_other_dropouts(model, allowed=nn.Dropout)
     words = _Words()
     names = []
-    for name, part in list(model.named_modules()):
+    for name, _ in list(model.named_modules(remove_duplicate=False)):
+        part = model.get_submodule(name)  # One parent of two names has been through already.
         if type(part) is nn.Dropout and part.p > 0:
             path, _, leaf = name.rpartition(".")
-            setattr(
-                model.get_submodule(path), leaf, DropoutOfModel(part.p, stream=name, words=words)
-            )
+            own = DropoutOfModel(part.p, stream=name, words=words).train(part.training)
+            setattr(model.get_submodule(path), leaf, own)
             names.append(name)
     if names:
-        model.train(model.training)
         model.register_forward_pre_hook(_TakeWords(words), with_kwargs=True)
         model.register_forward_hook(_ForgetWords(words), always_call=True)
     return tuple(names)

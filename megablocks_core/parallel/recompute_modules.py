@@ -26,7 +26,8 @@ class RecomputePolicy:
         cut_over: Ranks that hold the modules' inputs alike and keep a slice each.
 
     Raises:
-        ValueError: ``every`` is below one, or ``keep`` names no operation.
+        ValueError: ``every`` is below one or not whole, ``modules`` is empty, or ``keep`` names
+            no operation.
     """
 
     modules: str | Sequence[str]
@@ -35,8 +36,10 @@ class RecomputePolicy:
     cut_over: Group = LOCAL
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every={self.every} must be at least 1")
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every={self.every} must be a whole number of at least 1")
+        if not isinstance(self.modules, str) and not self.modules:
+            raise ValueError(f"modules={self.modules!r} must hold a name; '' is the model itself")
         checked_kept(self.keep)
 
 
@@ -105,6 +108,11 @@ class _Recomputed:
                 return self._forward(*args, **kwargs)
 
         return recompute(call, args, kwargs, **options)
+
+    @property
+    def __wrapped__(self) -> Any:
+        """What it stands in for, where ``inspect.signature`` looks for names of arguments."""
+        return self.own or partial(type(self.module).forward, self.module)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.own is not None:

@@ -208,7 +208,25 @@ def test_an_index_of_other_tokens_raises(p):
         dropout(torch.ones(4, 8, 2), p, stream="layer", index=_index()[0])
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
+def test_an_index_of_another_type_raises(dtype):
+    with pytest.raises(ValueError, match=f"index of {dtype} must be int64"):
+        dropout(torch.ones(4, 8, 2), 0.5, stream="layer", index=_index().to(dtype))
+
+
+def test_numbers_that_would_be_rounded_raise():
+    with pytest.raises(ValueError, match="step=1.5 must be an integer"):
+        DropoutKey(1, 1.5)  # type: ignore
+    with pytest.raises(ValueError, match="step=1.5 must be an integer"):
+        DropoutKey(1, torch.tensor(1.5))
+    ids, positions = torch.arange(4)[:, None], torch.arange(8)
+    with pytest.raises(ValueError, match="sample_ids of torch.float32 must be integers"):
+        DropoutKey(1, 1).index(ids / 4, positions)
+    with pytest.raises(ValueError, match="positions of torch.float32 must be integers"):
+        DropoutKey(1, 1).index(ids, positions.float())
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5])
 def test_a_seed_of_other_sizes_raises(seed):
     with pytest.raises(ValueError, match=f"seed={seed} must lie between"):
         DropoutKey(seed, 0)

@@ -110,6 +110,23 @@ def test_a_model_in_evaluation_stays_there_and_one_without_dropout_is_left_alone
     assert not plain._forward_pre_hooks
 
 
+def test_parts_in_evaluation_stay_there():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    model[1].eval()
+    dropout_modules(model)
+    assert model[0].training and not any(part.training for part in model[1].modules())
+
+
+def test_a_dropout_of_two_names_drops_by_counter_under_both():
+    drop, layer = nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.2))
+    model = nn.Sequential(drop, layer, drop, layer)
+    assert dropout_modules(model) == ("0", "1.0", "2")
+    assert {type(model[0]), type(model[2]), type(layer[0])} == {DropoutOfModel}
+    assert model[1] is model[3]
+    x = torch.ones(4, 8, 8)
+    assert torch.equal(model(x, dropout_index=INDEX), model(x, dropout_index=INDEX))
+
+
 def test_micro_batches_equal_one_batch():
     model, gradients = _phi(), []
     dropout_modules(model)

@@ -1,6 +1,7 @@
 """Modules chosen by name run again in backward, with the outputs and gradients they had."""
 
 import copy
+import inspect
 import pickle
 from contextlib import nullcontext
 
@@ -122,8 +123,11 @@ def test_a_name_without_a_module_raises(policy, message):
 
 
 def test_policies_and_a_second_application_are_checked():
-    with pytest.raises(ValueError, match="every=0 must be at least 1"):
-        RecomputePolicy("layers.*", every=0)
+    for every in (0, 1.5):
+        with pytest.raises(ValueError, match=f"every={every} must be a whole number of at least 1"):
+            RecomputePolicy("layers.*", every=every)  # type: ignore
+    with pytest.raises(ValueError, match=r"modules=\[\] must hold a name"):
+        recompute_modules(_Model(), [])
     with pytest.raises(ValueError, match="keep='mm' must be one of"):
         RecomputePolicy("layers.*", keep=["mm"])
     model = _Model()
@@ -131,6 +135,15 @@ def test_policies_and_a_second_application_are_checked():
     with pytest.raises(ValueError, match="layers.1 is recomputed already"):
         recompute_modules(model, "layers.*")
     assert "forward" not in vars(model.layers[0])
+
+
+def test_who_asks_for_the_names_of_arguments_finds_them():
+    """Such as ``evaluate``, which hands ``gather_logits`` to models that take it."""
+    model = _Model()
+    expected = inspect.signature(model.forward)
+    recompute_modules(model, "")
+    assert inspect.signature(model.forward) == expected
+    assert inspect.signature(copy.deepcopy(model).forward) == expected
 
 
 def test_tensors_in_the_place_of_parameters_stand_in_again():
