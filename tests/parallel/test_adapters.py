@@ -123,7 +123,23 @@ def test_a_frozen_base_keeps_no_input_and_computes_no_gradient(kind):
     """Kept are the input once, for A, and the low-rank features."""
     model = nn.Sequential(kind(64, 32))
     add_lora(model, "0", rank=4, alpha=8)
-    x = torch.randn(10, 64, requires_grad=True)
+    y, kept = _kept(model, torch.randn(10, 64, requires_grad=True))
+    assert kept == [10 * 4, 10 * 64]
+    y.sum().backward()
+    assert model[0].weight.grad is None and model[0].bias.grad is None
+
+
+@ranks(2)
+def test_sequence_parallel_columns_keep_own_tokens_and_low_rank_features():
+    group = _world()
+    column = nn.Sequential(ColumnParallelLinear(64, 32, sequence_parallel=True, group=group))
+    add_lora(column, "0", rank=4, alpha=8)
+    _, kept = _kept(column, torch.randn(10, 64, requires_grad=True))
+    assert kept == [20 * 4, 10 * 64]
+
+
+def _kept(model, x):
+    """What ``model`` gives, and the elements of each tensor that it keeps beside its weights."""
     weights = {p.data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -134,28 +150,7 @@ def test_a_frozen_base_keeps_no_input_and_computes_no_gradient(kind):
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         y = model(x)
-    assert sorted(kept.values()) == [10 * 4, 10 * 64]
-    y.sum().backward()
-    assert model[0].weight.grad is None and model[0].bias.grad is None
-
-
-@ranks(2)
-def test_sequence_parallel_columns_keep_own_tokens_and_low_rank_features():
-    group = _world()
-    column = nn.Sequential(ColumnParallelLinear(64, 32, sequence_parallel=True, group=group))
-    add_lora(column, "0", rank=4, alpha=8)
-    x = torch.randn(10, 64, requires_grad=True)
-    weights = {p.data_ptr() for p in column.parameters()}
-    kept = {}
-
-    def note(tensor):
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        column(x)
-    assert sorted(kept.values()) == [20 * 4, 10 * 64]
+    return y, sorted(kept.values())
 
 
 @pytest.mark.parametrize("trained", ["weight", "lora_A.weight", "lora_B.weight"])
