@@ -12,9 +12,9 @@ from megablocks_core.testing import ranks
 def test_f_161_missing_unexpected_and_misshaped_names_are_listed(tmp_path):
     ckpt.save(tmp_path / "c", {"a": torch.ones(2), "b": torch.ones(3)})
     state = {"a": torch.zeros(2), "c": torch.zeros(1)}
-    with pytest.raises(ValueError, match=r"lacks \['c'\]; state lacks \['b'\]"):
+    with pytest.raises(ValueError, match=r"lacks c; state lacks b$"):
         ckpt.load(tmp_path / "c", state)
-    with pytest.raises(ValueError, match=r"state lacks \['b'\]"):
+    with pytest.raises(ValueError, match=r"state lacks b$"):
         ckpt.load(tmp_path / "c", {"a": state["a"]})
     with pytest.raises(ValueError, match=r"a/a has shape \(3,\), saved with \(2,\)"):
         ckpt.load(tmp_path / "c", {"a": torch.zeros(3), "b": torch.zeros(3)}, strict=False)
@@ -23,13 +23,21 @@ def test_f_161_missing_unexpected_and_misshaped_names_are_listed(tmp_path):
     assert state["a"].sum() == 2
 
 
+def test_a_model_of_another_size_names_three_tensors(tmp_path):
+    layers = [torch.nn.Linear(2, 2, bias=False) for _ in range(5)]
+    save(tmp_path / "c", {"model": torch.nn.Sequential(*layers)})
+    wider = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(5)))
+    with pytest.raises(ValueError, match="2.weight has shape .*; and 2 more$"):
+        load(tmp_path / "c", {"model": wider})
+
+
 def test_f_161_inside_a_module_too(tmp_path):
     ckpt.save(tmp_path / "c", {"model": nn.Linear(2, 3)})
     layer = nn.Linear(2, 3, bias=False)
     net, before = nn.Sequential(layer), layer.weight.detach().clone()
     with pytest.raises(ValueError) as caught:
         ckpt.load(tmp_path / "c", {"model": net})
-    for part in ("lacks ['model/0.weight']", "state lacks ['model/weight', 'model/bias']"):
+    for part in ("lacks model/0.weight", "state lacks model/weight, model/bias"):
         assert part in str(caught.value)
     assert torch.equal(layer.weight, before)
 
