@@ -71,10 +71,11 @@ def add_lora(
         The names of the adapted layers.
 
     Raises:
-        ValueError: ``rank`` is below 1 or above a layer's sizes, ``alpha`` is not above 0, a
-            pattern matches nothing or matches a module that is not served, a layer has an
-            adapter already, or ``module`` is wrapped by a data-parallel wrapper that would not
-            know of new parameters. Nothing was changed.
+        ValueError: ``rank`` is no integer, below 1 or above a layer's sizes, ``alpha`` is not
+            above 0, the adapters' dtype is none to train in, a pattern matches nothing or
+            matches a module that is not served, a layer has an adapter already, or ``module``
+            is wrapped by a data-parallel wrapper that would not know of new parameters.
+            Nothing was changed.
     """
     names = _matched(module, [patterns] if isinstance(patterns, str) else list(patterns))
     settings = dict.fromkeys(names, (rank, alpha))
@@ -113,6 +114,7 @@ def adapt(
         _check(name, places[name], rank, alpha)
         adapter = adapter_of(layers[name])
         if adapter is None:
+            _check_dtype(name, dtype or layers[name].get_parameter("weight").dtype)
             if hasattr(layers[name].weight, "full_tensor"):
                 raise ValueError(f"{name}.weight is sharded: add adapters before fully_shard")
             new.append(name)
@@ -242,12 +244,21 @@ def _matched(module: nn.Module, patterns: list[str]) -> list[str]:
 
 
 def _check(name: str, place: Place, rank: int, alpha: float) -> None:
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise ValueError(f"rank={rank!r} must be an integer")
     if not 1 <= rank <= min(place.shape):
         raise ValueError(
             f"rank={rank} must lie between 1 and {min(place.shape)}, the smaller size of {name}"
         )
     if not (math.isfinite(alpha) and alpha > 0):
         raise ValueError(f"alpha={alpha} must be above 0")
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(
+            f"dtype={dtype} must be floating and of 16 bits or more, for the adapter of {name}"
+        )
 
 
 def _refuse_wrappers(module: nn.Module) -> None:

@@ -44,6 +44,10 @@ _SERVED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
     "use_dora": (False,),
+    # Others take out of the base weights what they start from, which no file tells.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "use_qalora": (False,),
+    "arrow_config": (None,),
     "lora_bias": (False,),
     "modules_to_save": (None, []),
     "layer_replication": (None,),

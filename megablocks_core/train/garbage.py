@@ -23,10 +23,10 @@ def collect_every(steps: int) -> Iterator[Callable[[], None]]:
     again, unless something had been set aside before.
 
     Raises:
-        ValueError: ``steps`` is below 1.
+        ValueError: ``steps`` is below 1 or not whole.
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps} must be a whole number of at least 1")
     was_on, had_frozen = gc.isenabled(), gc.get_freeze_count()
     calls = 0
 

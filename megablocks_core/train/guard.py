@@ -123,8 +123,8 @@ class SpikeGuard:
         patience: int = 10,
         group: Group = LOCAL,
     ) -> None:
-        if window < 4:
-            raise ValueError(f"window={window} must be at least 4 steps")
+        if not isinstance(window, int) or window < 4:
+            raise ValueError(f"window={window} must be a whole number of at least 4 steps")
         if not threshold > 0:
             raise ValueError(f"threshold={threshold} must be positive")
         self.window, self.threshold, self.group = window, threshold, group
@@ -182,7 +182,7 @@ class _Policy:
     def __init__(self, policy: str, patience: int) -> None:
         if policy not in _POLICIES:
             raise ValueError(f"policy={policy!r} must be one of {', '.join(_POLICIES)}")
-        if patience < 0:
+        if not patience >= 0:
             raise ValueError(f"patience={patience} must not be negative")
         self.raises, self.patience = policy == "raise", patience
         self.skipped = self.in_a_row = 0
@@ -211,6 +211,8 @@ class _Policy:
 def _row(values: Iterable[float | Tensor]) -> Tensor:
     """Numbers and tensors of one element as one float64 vector, where the tensors are."""
     values = list(values)
+    if not values:
+        raise ValueError("values={} must hold a value to judge")
     device = next((value.device for value in values if isinstance(value, Tensor)), None)
     parts = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
     return torch.stack([part.detach().reshape(()) for part in parts])

@@ -67,8 +67,8 @@ def watch(
         group: All ranks that hold parts of the model or other tokens.
 
     Raises:
-        ValueError: ``every`` is below 1, a pattern other than "*" matches no name on any rank,
-            or ``group`` lacks a rank that holds a part of a watched parameter.
+        ValueError: ``every`` is below 1 or not whole, a pattern other than "*" matches no name
+            on any rank, or ``group`` lacks a rank that holds a part of a watched parameter.
     """
     return Watch(
         model,
@@ -91,8 +91,8 @@ class Watch:
         step: int,
         group: Group,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every={every} must be at least 1")
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every={every} must be a whole number of at least 1")
         self.group = group
         self._every, self._next = every, step
         self._tensors: dict[tuple[str, str], tuple[Tensor, Share]] = {}

@@ -98,6 +98,9 @@ def test_a_model_without_adapters_is_not_saved(tmp_path):
         ({"peft_type": "IA3"}, "peft_type='IA3' is not served"),
         ({"bias": "all"}, "bias='all' is not served"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' is not served"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' is not served"),
+        ({"use_qalora": True}, "use_qalora=True is not served"),
     ],
 )
 def test_settings_that_are_not_served_are_refused(settings, message, tmp_path):

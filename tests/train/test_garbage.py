@@ -58,6 +58,8 @@ for outer in (False, True):
     assert done.returncode == 0, done.stderr
 
 
-def test_steps_must_be_positive():
-    with pytest.raises(ValueError, match="steps=0 must be at least 1"), collect_every(0):
+@pytest.mark.parametrize("steps", [0, 1.5, float("nan")])
+def test_steps_must_be_whole_and_positive(steps):
+    words = f"steps={steps} must be a whole number of at least 1"
+    with pytest.raises(ValueError, match=words), collect_every(steps):
         pass

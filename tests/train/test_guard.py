@@ -190,7 +190,11 @@ def test_a_value_without_a_count_does_not_pass():
     [
         (lambda: FiniteGuard(policy="rerun"), "policy='rerun' must be one of skip, raise"),
         (lambda: SpikeGuard(patience=-1), "patience=-1 must not be negative"),
-        (lambda: SpikeGuard(window=3), "window=3 must be at least 4"),
+        (lambda: FiniteGuard(patience=math.nan), "patience=nan must not be negative"),
+        (lambda: SpikeGuard(window=3), "window=3 must be a whole number of at least 4"),
+        (lambda: SpikeGuard(window=4.5), "window=4.5 must be a whole number of at least 4"),
+        (lambda: FiniteGuard()({}), "values={} must hold a value"),
+        (lambda: SpikeGuard()({}), "values={} must hold a value"),
         (lambda: SpikeGuard(threshold=0.0), "threshold=0.0 must be positive"),
     ],
 )

@@ -361,7 +361,8 @@ def test_a_compiled_model_is_watched_as_a_whole():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"every": 0}, "every=0 must be at least 1"),
+        ({"every": 0}, "every=0 must be a whole number of at least 1"),
+        ({"every": float("nan")}, "every=nan must be a whole number of at least 1"),
         ({"gradients": "*.wieght"}, "gradient pattern '\\*.wieght' must match the name of a param"),
         ({"activations": ["*", "head"]}, "activation pattern 'head' must match .* a module"),
     ],
