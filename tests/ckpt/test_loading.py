@@ -25,10 +25,10 @@ def test_f_161_missing_unexpected_and_misshaped_names_are_listed(tmp_path):
 
 def test_a_model_of_another_size_names_three_tensors(tmp_path):
     layers = [torch.nn.Linear(2, 2, bias=False) for _ in range(5)]
-    save(tmp_path / "c", {"model": torch.nn.Sequential(*layers)})
+    ckpt.save(tmp_path / "c", {"model": torch.nn.Sequential(*layers)})
     wider = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(5)))
     with pytest.raises(ValueError, match="2.weight has shape .*; and 2 more$"):
-        load(tmp_path / "c", {"model": wider})
+        ckpt.load(tmp_path / "c", {"model": wider})
 
 
 def test_f_161_inside_a_module_too(tmp_path):
