@@ -77,7 +77,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _texts_of(path: Path) -> Iterator[str]:
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         yield path.read_bytes().decode()
         return
     with path.open("rb") as lines:
@@ -90,6 +90,6 @@ def _text_of(line: bytes, place: str) -> str:
     try:
         text = json.loads(line)["text"]
         text.encode()
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f'{place} must be a JSON object with a "text" of UTF-8') from None
     return text

@@ -142,14 +142,23 @@ def _config(settings: Mapping[str, tuple[int, float]], rslora: bool) -> dict[str
         "inference_mode": True,
         "r": rank,
         "lora_alpha": _number(alpha),
-        "rank_pattern": {name: r for name, (r, _) in settings.items() if r != rank},
-        "alpha_pattern": {name: _number(a) for name, (_, a) in settings.items() if a != alpha},
+        "rank_pattern": _patterns({name: r for name, (r, _) in settings.items()}, rank),
+        "alpha_pattern": _patterns(
+            {name: _number(a) for name, (_, a) in settings.items()}, _number(alpha)
+        ),
         "target_modules": list(settings),
         "use_rslora": rslora,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
     }
+
+
+def _patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
+    """Those that differ; the first match counts, and a name matches all that end in it."""
+    differ = {name for name, value in values.items() if value != default}
+    hidden = {name for name in values if any(name.endswith(f".{other}") for other in differ)}
+    return {name: values[name] for name in sorted(differ | hidden, key=len, reverse=True)}
 
 
 def _number(alpha: float) -> float:

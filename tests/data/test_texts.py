@@ -18,10 +18,11 @@ def test_folders_are_read_in_order_and_text_only(tmp_path):
         ("a/z.py", b"first"),
         ("c.pyc", b"\xa7\r\r\n\x80"),
         ("d.jsonl", b'{"text": "third"}\n\n{"text": "fourth"}\n'),
+        ("e.JSONL", b'{"text": "fifth"}\n'),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    assert list(read_texts(tmp_path)) == ["first", "second", "third", "fourth"]
+    assert list(read_texts(tmp_path)) == ["first", "second", "third", "fourth", "fifth"]
     assert list(read_texts(tmp_path, suffixes=(".py",))) == ["first"]
     assert list(read_texts(tmp_path / "b.txt", tmp_path / "a")) == ["second", "first"]
     with pytest.raises(ValueError, match=r"c\.pyc: must be UTF-8"):
@@ -32,7 +33,7 @@ def test_folders_are_read_in_order_and_text_only(tmp_path):
 
 @pytest.mark.parametrize(
     "line", [b"{", b"[]", b"[1]", b"{}", b'{"text": 5}', b'{"text": null}', b'"text"', b"\xff",
-             json.dumps({"text": "\ud800"}).encode()]
+             json.dumps({"text": "\ud800"}).encode(), pytest.param(b"[" * 100_000, id="deep")]
 )  # fmt: skip
 def test_a_bad_line_is_named_and_nothing_is_written(tmp_path, line):
     lines = tmp_path / "a.jsonl"

@@ -18,6 +18,8 @@ from megablocks_core.parallel import (
     save_lora,
     tensor_parallelize,
 )
+from megablocks_core.parallel.adapters import adapted_layers
+from megablocks_core.parallel.lora import adapt
 from megablocks_core.testing import ranks
 from tests.parallel.lora_models import fill
 from tests.parallel.tiny_models import tiny_model
@@ -74,6 +76,26 @@ def test_the_names_are_those_of_peft(tmp_path):
         "base_model.model.1.lora_A.weight",
         "base_model.model.1.lora_B.weight",
     }
+
+
+@pytest.mark.parametrize("alphas", [(8, 32, 64), (8, 32, 8)])
+def test_a_name_that_ends_in_another_keeps_its_own_scale(alphas, tmp_path):
+    names = ("first", "up", "block.up")
+    model, other = (
+        nn.ModuleDict(
+            {
+                "first": nn.Linear(4, 4),
+                "up": nn.Linear(4, 4),
+                "block": nn.ModuleDict({"up": nn.Linear(4, 4)}),
+            }
+        )
+        for _ in range(2)
+    )
+    settings = {name: (2, alpha) for name, alpha in zip(names, alphas, strict=True)}
+    adapt(model, settings, rslora=False)
+    save_lora(model, tmp_path / "adapters")
+    load_lora(other, tmp_path / "adapters")
+    assert {name: (x.rank, x.alpha) for name, _, x in adapted_layers(other)} == settings
 
 
 @ranks(2)
