@@ -51,6 +51,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def require_new(out: Path) -> None:
+    """Refuse a folder that a run before has saved to, before any training and not after it."""
+    for saved in (out / "adapter", out / "hf"):
+        if saved.exists():
+            raise ValueError(f"--out={out} must be a new folder: {saved} is there already")
+
+
 def tokenize(options: argparse.Namespace, *, vocab_size: int) -> None:
     """Write the texts as tokens, each with an end."""
     texts, prefix = data.read_texts(*options.data), options.out / "tokens"
@@ -59,6 +66,8 @@ def tokenize(options: argparse.Namespace, *, vocab_size: int) -> None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"{options.model} must have a tokenizer with an eos_token")
         with data.IndexedDatasetBuilder(prefix, dtype=data.smallest_dtype(vocab_size)) as builder:
             for text in texts:
                 builder.add_document([*tokenizer.encode(text), tokenizer.eos_token_id])
@@ -76,6 +85,7 @@ def train(options: argparse.Namespace) -> Decoder:
     model = decoder_from_hf(options.model, mesh=mesh, dtype=dtype)
     with together("reading the texts", group=world, raises=OSError):
         if world.rank == 0:
+            require_new(options.out)
             tokenize(options, vocab_size=model.spec.vocab_size)
     samples = data.GPTDataset(
         data.IndexedDataset(options.out / "tokens"),

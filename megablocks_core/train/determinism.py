@@ -148,7 +148,8 @@ def _saved(name: str, value: Any) -> Any:
     """A copy of one value of the state, and of the gradients of a module."""
     if isinstance(value, nn.Module):
         gradients = [parameter.grad for parameter in value.parameters()]
-        return _copied(list(_live(value).values())), _copied(gradients)
+        modes = [(part, part.training) for part in value.modules()]
+        return _copied(list(_live(value).values())), _copied(gradients), modes
     if isinstance(value, torch.optim.Optimizer):  # whose load_state_dict may change dtypes
         options = [
             {key: copy.deepcopy(option) for key, option in group.items() if key != "params"}
@@ -169,17 +170,27 @@ def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
 
 
+def _restore_module(
+    module: nn.Module,
+    tensors: list[Tensor],
+    gradients: list[Tensor | None],
+    modes: list[tuple[nn.Module, bool]],
+) -> None:
+    for part, training in modes:
+        part.training = training
+    for tensor, before in zip(_live(module).values(), tensors, strict=True):
+        tensor.copy_(before)
+    for parameter, before in zip(module.parameters(), gradients, strict=True):
+        if parameter.grad is None or before is None:
+            parameter.grad = None if before is None else before.clone()
+        else:  # in place: it may be a part of a buffer
+            parameter.grad.copy_(before)
+
+
 @torch.no_grad()
 def _restore(value: Any, saved: Any) -> None:
     if isinstance(value, nn.Module):
-        tensors, gradients = saved
-        for tensor, before in zip(_live(value).values(), tensors, strict=True):
-            tensor.copy_(before)
-        for parameter, before in zip(value.parameters(), gradients, strict=True):
-            if parameter.grad is None or before is None:
-                parameter.grad = None if before is None else before.clone()
-            else:  # in place: it may be a part of a buffer
-                parameter.grad.copy_(before)
+        _restore_module(value, *saved)
     elif isinstance(value, torch.optim.Optimizer):
         states, options = saved
         value.state.clear()

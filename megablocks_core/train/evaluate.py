@@ -102,16 +102,16 @@ def evaluate(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     total = Metrics(*sets, _FAILED, group=group, device=device)
     failure: Exception | None = None
-    with _untouched(model, sets.values(), device):
-        try:
+    try:
+        with _untouched(model, sets.values(), device):
             for name, items in sets.items():
                 batches = (batch for item in items for batch in _batches_of(item))
                 run = partial(loss, model)
                 pairs = _in_step(batches, run, device, group) if in_step else map(run, batches)
                 for pair in pairs:
                     total.add(name, *pair)
-        except Exception as error:
-            failure = error
+    except Exception as error:
+        failure = error
     total.add(_FAILED, failure is not None)
     means = total.reduce()
     if failure is not None:

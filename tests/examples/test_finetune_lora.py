@@ -104,6 +104,16 @@ def test_wrong_options_end_in_one_line(wrong, said, tmp_path, monkeypatch):
     assert "\n" not in str(ended.value.code)
 
 
+def test_a_folder_of_a_finished_run_is_refused_before_training(tmp_path, monkeypatch):
+    write_text(tmp_path)
+    _model(tmp_path)
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    monkeypatch.setattr("sys.argv", ["finetune_lora.py", *_words(tmp_path)])
+    with pytest.raises(SystemExit, match="run must be a new folder: .*adapter is there already"):
+        main()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["adapter"]
+
+
 def test_it_runs_as_a_script(tmp_path, printed):
     write_text(tmp_path)
     _model(tmp_path)

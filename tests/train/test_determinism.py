@@ -57,6 +57,19 @@ def test_a_deterministic_step_passes_and_leaves_nothing_behind():
         step()
 
 
+def test_a_step_that_ends_in_evaluation_starts_in_training_again():
+    model, optimizer = small()
+    step = step_of(model, optimizer)
+
+    def train_and_evaluate():
+        loss = step()
+        model.eval()
+        return loss
+
+    assert_deterministic(train_and_evaluate, {"model": model, "optimizer": optimizer})
+    assert all(part.training for part in model.modules())
+
+
 def _generators():
     torch_state = torch.get_rng_state().numpy().tobytes()
     return torch_state, numpy.random.get_state()[1].tobytes(), random.getstate()

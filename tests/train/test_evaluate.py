@@ -168,6 +168,26 @@ def test_a_loader_of_steps_is_left_where_it_was():
     assert loader.consumed == 4
 
 
+class _Mute(list):
+    """A loader that cannot tell where it is."""
+
+    def state_dict(self):
+        raise OSError("no position")
+
+    def load_state_dict(self, state):
+        """Never called."""
+
+
+@ranks(2)
+def test_a_loader_that_fails_to_tell_its_position_ends_the_evaluation_of_all():
+    group, model = Mesh().group("dp"), small_model()
+    loader = (_Mute if group.rank == 1 else list)(batches(2))
+    kind, words = (OSError, "no position") if group.rank == 1 else (RuntimeError, "failed on 1 of")
+    with pytest.raises(kind, match=words):
+        evaluate(model, loader, group=group)
+    assert model.training
+
+
 @ranks(2, 4)
 def test_a_rank_that_fails_ends_the_evaluation_of_all():
     group, model = Mesh().group("dp"), small_model()
