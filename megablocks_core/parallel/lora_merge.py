@@ -13,7 +13,8 @@ def merge_lora(module: nn.Module) -> None:
 
     A rank merges its own shares and sends nothing. The sum is taken in at least float32 and
     rounded once. The weights as they were are kept, a copy of each, for ``unmerge_lora``;
-    ``remove_lora`` lets them go.
+    ``remove_lora`` lets them go. A ``state_dict`` does not tell merged weights from others: save
+    one before merging, or after ``remove_lora``.
 
     Raises:
         ValueError: An adapted weight is tied to another layer's, which would change too, or is
