@@ -69,7 +69,7 @@ def chunk_length(head: Head, columns: Columns, wide: torch.dtype, *, others: int
     Less where other things beside the logits take memory: slopes of bounded ones, the wide sum
     of a narrow weight's gradient, and those ``others`` that the caller knows of.
     """
-    things = 1 + others + (head.soft_cap is not None) + 2 * (head.weight.dtype != wide)
+    things = 1 + others + (head.soft_cap is not None) + 3 * (head.weight.dtype != wide)
     size = max(columns.widest * things, 1)
     if head.weight.device.type != "cpu":
         return max(1, _CHUNK_OF_DEVICE // size)
@@ -77,19 +77,30 @@ def chunk_length(head: Head, columns: Columns, wide: torch.dtype, *, others: int
 
 
 class HeadLogits:
-    """The logits of a head for one chunk after another, in memory that is used again."""
+    """The logits of a head for one chunk after another, in memory that is used again.
+
+    A chunk's are all there until the next one's come if ``kept``, else one block's alone.
+    """
 
     def __init__(
-        self, head: Head, columns: Columns, wide: torch.dtype, chunks: Sequence[Chunk]
+        self,
+        head: Head,
+        columns: Columns,
+        wide: torch.dtype,
+        chunks: Sequence[Chunk],
+        *,
+        kept: bool,
     ) -> None:
-        self.head, self.first, self.wide = head, columns.first, wide
+        self.head, self.first, self.wide, self.kept = head, columns.first, wide, kept
         width, device = columns.own, head.weight.device
         longest = max((len(chunk.places) for chunk in chunks), default=0)
         step = max(_FEWEST_COLUMNS, _BLOCK // max(longest, 1))
         if device.type != "cpu":
             step = max(width, 1)
         self.blocks = [slice(at, min(at + step, width)) for at in range(0, max(width, 1), step)]
-        self._logits = torch.empty(width * longest, dtype=wide, device=device)
+        self._logits = torch.empty(
+            (width if kept else min(step, width)) * longest, dtype=wide, device=device
+        )
         self._slopes = None if head.soft_cap is None else torch.empty_like(self._logits)
 
     def compute(self, block: slice, h_nH: Tensor) -> Tensor:
@@ -107,7 +118,7 @@ class HeadLogits:
 
     def of(self, block: slice, num_tokens: int) -> Tensor:
         """What is in the place of a block's logits [n b]."""
-        return _of(self._logits, block, num_tokens)
+        return self._place(self._logits, block, num_tokens)
 
     def undo_bound_(self, dx_nb: Tensor, block: slice) -> None:
         """Make the gradient in a block's bounded logits that in the unbounded ones."""
@@ -116,12 +127,11 @@ class HeadLogits:
 
     def _slope_of(self, block: slice, num_tokens: int) -> Tensor:
         assert self._slopes is not None
-        return _of(self._slopes, block, num_tokens)
+        return self._place(self._slopes, block, num_tokens)
 
-
-def _of(room: Tensor, block: slice, num_tokens: int) -> Tensor:
-    width = block.stop - block.start
-    return room[block.start * num_tokens :][: width * num_tokens].view(num_tokens, width)
+    def _place(self, room: Tensor, block: slice, num_tokens: int) -> Tensor:
+        start, width = block.start if self.kept else 0, block.stop - block.start
+        return room[start * num_tokens :][: width * num_tokens].view(num_tokens, width)
 
 
 def run_chunks(

@@ -81,7 +81,15 @@ class _Total(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, gradients = ctx.job.run(*ctx.saved_tensors, ctx.wanted)
-        return *(None if x is None else x.mul_(dtotal) for x in gradients), None, None, None
+        return *_scaled_(gradients, dtotal), None, None, None
+
+
+def _scaled_(gradients: Gradients, scale: Tensor) -> Gradients:
+    """``gradients`` times ``scale``, in place."""
+    if not torch.compiler.is_compiling() and scale.device.type == "cpu" and scale == 1:
+        return gradients  # as it is where backward starts: a pass over all of them saved
+    dhidden, dweight, dbias = (None if x is None else x.mul_(scale) for x in gradients)
+    return dhidden, dweight, dbias
 
 
 class _PerToken(torch.autograd.Function):

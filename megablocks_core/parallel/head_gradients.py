@@ -79,12 +79,14 @@ class HeadGradients:
         if self.hidden is not None:
             add_product(self.dh_nH, dx_nb, self.weight[block])
         if self.dweight is not None:
-            add_product(self.dweight.of(block), dx_nb.t(), self.h_nH)
+            self.dweight.add(block, dx_nb.t(), self.h_nH)
         if self.dbias is not None:
             self.dbias[block] += dx_nb.sum(0)
 
     def end(self) -> None:
         """All blocks of the chunk have been added."""
+        if self.dweight is not None:
+            self.dweight.is_empty = False
         self._land()
         if self.hidden is None:
             return
@@ -129,15 +131,22 @@ class RowSums:
             own = len(weight)
         starts = range(0, max(own, 1), self.step)
         lengths = [min(self.step, own - start) for start in starts]
-        self.pieces = [weight.new_zeros(length, features, dtype=wide) for length in lengths]
+        self.pieces = [weight.new_empty(length, features, dtype=wide) for length in lengths]
+        self.pieces[-1][blocks[-1].stop - starts[-1] :] = 0.0  # padding
+        # The first product of each block is put where later ones are added: nothing is zeroed.
+        self.is_empty = True
 
-    def of(self, block: slice) -> Tensor:
-        """The rows of a block."""
+    def add(self, block: slice, a: Tensor, b: Tensor) -> None:
+        """Add ``a @ b`` to the rows of a block."""
         start = block.start % self.step
-        return self.pieces[block.start // self.step][start : start + block.stop - block.start]
+        piece = self.pieces[block.start // self.step]
+        rows = piece[start : start + block.stop - block.start]
+        add_product(rows, a, b, fresh=self.is_empty)
 
     def rounded(self) -> Tensor:
         """The whole sum in the dtype of the weight, once; zeros in rows of no block."""
+        if self.is_empty:
+            return torch.zeros_like(self.weight)
         if self.pieces[0].dtype == self.weight.dtype:
             return self.pieces.pop()
         result, start = torch.empty_like(self.weight), 0
@@ -162,9 +171,10 @@ def product(a: Tensor, b: Tensor, *, out: Tensor) -> None:
         torch.mm(a, b.to(out.dtype), out=out)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b``."""
-    if stays_narrow(b):
-        total.add_(torch.mm(a.to(b.dtype), b, out_dtype=total.dtype))
-    else:
-        total.addmm_(a, b.to(total.dtype))
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, fresh: bool = False) -> None:
+    """Add ``a @ b``, or put it there if nothing is yet."""
+    if not stays_narrow(b):
+        total.addmm_(a, b.to(total.dtype), beta=0.0 if fresh else 1.0)
+        return
+    added = torch.mm(a.to(b.dtype), b, out_dtype=total.dtype)
+    total.copy_(added) if fresh else total.add_(added)

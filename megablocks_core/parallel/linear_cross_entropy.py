@@ -220,7 +220,7 @@ def _run(
     targets_N = targets.reshape(-1)
     losses, (dhidden, dweight, dbias) = run_chunks(
         hidden.reshape(-1, hidden.shape[-1]),
-        HeadLogits(head, columns, wide, chunks),
+        HeadLogits(head, columns, wide, chunks, kept=any(wanted)),
         lambda chunk: _CrossEntropy(
             targets_N[chunk.places], job.label_smoothing, job.z_loss, columns.whole
         ),

@@ -223,8 +223,8 @@ def _run(
     chunks = chunk_tokens(mask, chunk_length(head, columns, wide, others=others), cut=cut)
     losses, (dhidden, dweight, dbias) = run_chunks(
         hidden.reshape(-1, hidden.shape[-1]),
-        HeadLogits(head, columns, wide, chunks),
-        _criterion_of(job, columns, wide, chunks),
+        HeadLogits(head, columns, wide, chunks, kept=any(wanted)),
+        _criterion_of(job, columns, wide, chunks, kept=any(wanted)),
         chunks,
         scale_N=scale.expand(mask.shape).reshape(-1),
         wanted=wanted,
@@ -236,7 +236,7 @@ def _run(
 
 
 def _criterion_of(
-    job: _Job, columns: Columns, wide: torch.dtype, chunks: list[Chunk]
+    job: _Job, columns: Columns, wide: torch.dtype, chunks: list[Chunk], *, kept: bool
 ) -> Callable[[Chunk], Criterion]:
     """The divergence of a chunk's tokens."""
     teacher = job.teacher
@@ -256,14 +256,14 @@ def _criterion_of(
 
         return stored
     hidden_NH = teacher.hidden.reshape(-1, teacher.hidden.shape[-1])
-    logits = HeadLogits(Head(*teacher[1:]), columns, wide, chunks)
+    logits = HeadLogits(Head(*teacher[1:]), columns, wide, chunks, kept=kept)
     cut = job.group if job.sequence_parallel else LOCAL
 
     def whole(chunk: Chunk) -> Criterion:
         h_nH, known = chunk_of(hidden_NH, chunk, cut, wide), set()
 
         def logits_of(first: int, width: int) -> Tensor:
-            """Computed when asked for first, in pass one, and still there in pass two."""
+            """Computed when asked for first, and kept where they are asked for again."""
             block = slice(first - columns.first, first - columns.first + width)
             if block.start not in known:
                 known.add(block.start)

@@ -24,17 +24,13 @@ def _criterion(y_nV, stored, reverse):
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
 @given(cuts=st.lists(st.integers(0, 10), max_size=4), seed=st.integers(0, 2))
-def test_parts_of_any_width_have_the_losses_and_gradients_of_the_whole(
-    stored, reverse, cuts, seed
-):
+def test_parts_of_any_width_have_the_losses_and_gradients_of_the_whole(stored, reverse, cuts, seed):
     x_nV, y_nV = _logits(seed)
     criterion, scale_n = _criterion(y_nV, stored, reverse), torch.linspace(-1, 2, 4).double()
     edges = [0, *sorted(cuts), 10]
     results = []
     for bounds in ([0, 10], edges):
-        blocks = [
-            (a, x_nV[:, a:b].clone()) for a, b in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        blocks = [(a, x_nV[:, a:b].clone()) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
         parts = [criterion.partial_(x_nb, first) for first, x_nb in blocks]
         sums = criterion.merge(torch.stack(parts))
         for (first, x_nb), part in zip(blocks, parts, strict=True):

@@ -27,15 +27,15 @@ def test_sums_of_every_block_come_back_whole(own, padding, width, piece, dtype):
     right = torch.zeros(own + padding, 2)
     for turn in range(3):
         for block in blocks:
-            assert sums.of(block).dtype == torch.float32
-            added = torch.full(
-                (block.stop - block.start, 2), 2.0 ** (-9 * turn) * (block.start + 1)
-            )
-            sums.of(block).add_(added)
-            right[block] += added
+            column = torch.full((block.stop - block.start, 1), 2.0 ** (-9 * turn))
+            sums.add(block, column, torch.full((1, 2), block.start + 1.0))
+            right[block] += column * (block.start + 1.0)
+        sums.is_empty = False
+    assert all(piece.dtype == torch.float32 for piece in sums.pieces)
     result = sums.rounded()
     assert torch.equal(result, right.to(dtype)) and result.shape == weight.shape
     assert not sums.pieces
+    assert torch.equal(RowSums(weight, blocks, torch.float32).rounded(), torch.zeros_like(weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -45,6 +45,8 @@ def test_products_are_as_wide_as_what_they_go_into(dtype):
     out, total = torch.empty(3, 5, dtype=wide), torch.ones(3, 5, dtype=wide)
     product(a.to(wide), b, out=out)
     add_product(total, a.to(wide), b)
-    right = a.double() @ b.double()
+    right, put = a.double() @ b.double(), torch.full_like(total, torch.nan)
+    add_product(put, a.to(wide), b, fresh=True)
+    torch.testing.assert_close(put, out, rtol=0, atol=1e-5)
     torch.testing.assert_close(out.double(), right, rtol=0, atol=1e-5)
     torch.testing.assert_close(total.double(), 1 + right, rtol=0, atol=1e-5)
