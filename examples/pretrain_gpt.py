@@ -288,7 +288,7 @@ def train(options: argparse.Namespace) -> Decoder | None:
             if stop.reason:
                 break
             collect()
-        run.add(timer.reduce())
+        run.add({"checkpoint_seconds": timer.reduce()["checkpoint_seconds"]})
     progress.close()
     return model if state["step"] == options.steps else None
 

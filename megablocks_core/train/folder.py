@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from megablocks_core.files import read_json, replace_file
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.train.lines import JsonLines, Line, finite, read_lines
-from megablocks_core.train.metrics import Mean
+from megablocks_core.train.metrics import Mean, pooled
 
 METRICS, RECORD, SUMMARY = "metrics.jsonl", "record.json", "summary.json"
 _AFTER = "after_the_last_line"
@@ -75,8 +75,9 @@ class RunFolder:
     def add(self, values: Mapping[str, float]) -> None:
         """Keep what was measured after the last line, such as the seconds of a last checkpoint.
 
-        It goes into the record and is read back as a second line of that step. Called again, it
-        replaces what it kept; when this start has written no line there is nothing to add to.
+        It goes into the record and is read back as part of that line, pooled with what the line
+        says of the same name. Called again, it replaces what it kept; when this start has written
+        no line there is nothing to add to.
         """
         if self._writes:
             self._starts[-1][_AFTER] = {
@@ -133,7 +134,8 @@ def read_run(path: str | Path) -> Run:
     if not lines:
         raise ValueError(f"{path / METRICS} must hold at least one whole line")
     starts, summary = _read_starts(path / RECORD), _read_json(path / SUMMARY, missing={})
-    lines = sorted([*lines, *_added(starts)], key=lambda line: line.step)
+    added = {line.step: line.values for line in _added(starts)}
+    lines = [line._replace(values=_joined(line.values, added.get(line.step, {}))) for line in lines]
     return Run(path, lines, starts, summary)
 
 
@@ -172,6 +174,11 @@ def _added(starts: list[dict[str, Any]]) -> Iterator[Line]:
                 for name, (sum, count) in added["values"].items()
             }
             yield Line(added["step"], added["time"], values)
+
+
+def _joined(first: dict[str, Mean], second: Mapping[str, Mean]) -> dict[str, Mean]:
+    both = {name: pooled([first[name], second[name]]) for name in first.keys() & second.keys()}
+    return {**first, **second, **both}
 
 
 def _read_json(path: Path, *, missing: Any) -> Any:
