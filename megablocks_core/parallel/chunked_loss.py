@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import GroupName
 
-from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups import LOCAL, Group, chunk_slice
 from megablocks_core.parallel.head_gradients import Gradients, Wanted
 
 
@@ -49,6 +49,44 @@ def token_losses(
 ) -> Tensor:
     """The losses [T]; backward computes the logits again."""
     return _PerToken.apply(hidden, weight, bias, job, counts)
+
+
+def check_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: torch.Size,
+    cut: Group,
+    name: str,
+) -> None:
+    """Raise unless hidden states, weight and bias fit each other and the shape of all tokens."""
+    if hidden.dim() < 1 + (cut.size > 1) or weight.dim() != 2:
+        raise ValueError(
+            f"hidden of shape {tuple(hidden.shape)} must be [T H], and weight of shape "
+            f"{tuple(weight.shape)} this rank's rows [v H]"
+        )
+    if hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden has {hidden.shape[-1]} features, which must be the {weight.shape[1]} of weight"
+        )
+    if not (hidden.is_floating_point() and weight.is_floating_point()):
+        raise ValueError(
+            f"hidden of {hidden.dtype} and weight of {weight.dtype} must be floating-point numbers"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias of shape {tuple(bias.shape)} must have an entry for each of {len(weight)} rows"
+        )
+    own = list(tokens)
+    if cut.size > 1 and own:
+        part = chunk_slice(own[-1], cut.size, cut.rank)
+        own[-1] = part.stop - part.start
+    if list(hidden.shape[:-1]) != own:
+        whose = "all ranks' tokens" if cut.size > 1 else "the tokens"
+        raise ValueError(
+            f"{name} of shape {tuple(tokens)} must be those of {whose}, and hidden of shape "
+            f"{tuple(hidden.shape)} must have the shape {tuple(own)} and one more dimension"
+        )
 
 
 def group_named(name: str) -> Group:

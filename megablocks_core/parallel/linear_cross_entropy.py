@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megablocks_core.groups import LOCAL, Group, chunk_slice
+from megablocks_core.groups import LOCAL, Group
 from megablocks_core.parallel.chunked_head import (
     HeadLogits,
     chunk_length,
@@ -19,7 +19,12 @@ from megablocks_core.parallel.chunked_head import (
     run_chunks,
     wide_dtype,
 )
-from megablocks_core.parallel.chunked_loss import group_named, token_losses, total_loss
+from megablocks_core.parallel.chunked_loss import (
+    check_head,
+    group_named,
+    token_losses,
+    total_loss,
+)
 from megablocks_core.parallel.head_gradients import Gradients, Head, Wanted
 from megablocks_core.parallel.token_chunks import chunk_tokens
 from megablocks_core.parallel.vocabulary import agree_on_columns
@@ -103,44 +108,6 @@ def linear_cross_entropy(
     if reduction == "none":
         return token_losses(hidden, weight, bias, job, valid)
     return total_loss(hidden, weight, bias, job, valid, mean=reduction == "mean")
-
-
-def check_head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: torch.Size,
-    cut: Group,
-    name: str,
-) -> None:
-    """Raise unless hidden states, weight and bias fit each other and the shape of all tokens."""
-    if hidden.dim() < 1 + (cut.size > 1) or weight.dim() != 2:
-        raise ValueError(
-            f"hidden of shape {tuple(hidden.shape)} must be [T H], and weight of shape "
-            f"{tuple(weight.shape)} this rank's rows [v H]"
-        )
-    if hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden has {hidden.shape[-1]} features, which must be the {weight.shape[1]} of weight"
-        )
-    if not (hidden.is_floating_point() and weight.is_floating_point()):
-        raise ValueError(
-            f"hidden of {hidden.dtype} and weight of {weight.dtype} must be floating-point numbers"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"bias of shape {tuple(bias.shape)} must have an entry for each of {len(weight)} rows"
-        )
-    own = list(tokens)
-    if cut.size > 1 and own:
-        part = chunk_slice(own[-1], cut.size, cut.rank)
-        own[-1] = part.stop - part.start
-    if list(hidden.shape[:-1]) != own:
-        whose = "all ranks' tokens" if cut.size > 1 else "the tokens"
-        raise ValueError(
-            f"{name} of shape {tuple(tokens)} must be those of {whose}, and hidden of shape "
-            f"{tuple(hidden.shape)} must have the shape {tuple(own)} and one more dimension"
-        )
 
 
 def _check_options(

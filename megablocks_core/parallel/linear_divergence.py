@@ -21,7 +21,12 @@ from megablocks_core.parallel.chunked_head import (
     run_chunks,
     wide_dtype,
 )
-from megablocks_core.parallel.chunked_loss import group_named, token_losses, total_loss
+from megablocks_core.parallel.chunked_loss import (
+    check_head,
+    group_named,
+    token_losses,
+    total_loss,
+)
 from megablocks_core.parallel.divergence import (
     StoredTopK,
     check_options,
@@ -30,7 +35,6 @@ from megablocks_core.parallel.divergence import (
 )
 from megablocks_core.parallel.divergence_criteria import WholeTeacher
 from megablocks_core.parallel.head_gradients import Gradients, Head, Wanted
-from megablocks_core.parallel.linear_cross_entropy import check_head
 from megablocks_core.parallel.token_chunks import Chunk, chunk_tokens
 from megablocks_core.parallel.vocabulary import Columns, agree_on_columns
 
