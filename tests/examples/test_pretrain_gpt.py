@@ -115,7 +115,7 @@ def test_all_ranks_killed_at_a_random_moment_leave_a_run_that_goes_on(seed, tmp_
         process.kill()
     for process in processes:
         process.wait()
-    _resumes_on_the_curve(tmp_path, not_before=wanted)
+    _resumes_on_the_curve(tmp_path, not_before=wanted - 1)  # a line comes before its checkpoint
 
 
 @pytest.mark.filterwarnings("ignore:LATEST names")
