@@ -74,8 +74,13 @@ def test_inputs_are_saved_and_nothing_outlives_backward(reduction):
     gradients = {leaf.grad.data_ptr() for leaf in leaves}
     assert len(watch.made) > 50
     for _ in range(300):
-        alive = [x() for x in watch.made if x() is not None]
-        alive = [x for x in alive if x.data_ptr() not in gradients]
-        if alive:
-            time.sleep(0.01)  # until gloo's thread lets go of the last message
-    assert not alive, [(x.shape, x.dtype) for x in alive]
+        if not _alive(watch, gradients):
+            return
+        time.sleep(0.01)  # until gloo's thread lets go of the last message
+    raise AssertionError(f"alive: {_alive(watch, gradients)}")
+
+
+def _alive(watch, known):
+    """The shapes of tensors that are still there; none is held by this list."""
+    there = [x() for x in watch.made if x() is not None]
+    return [x.shape for x in there if x.data_ptr() not in known]
