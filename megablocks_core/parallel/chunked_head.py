@@ -26,7 +26,7 @@ from megablocks_core.parallel.vocabulary import Columns
 
 # On CPU: logits of a chunk, and of a block that the cache holds. Products with more tokens, or
 # with more columns at a time, run no faster there.
-_CHUNK, _MOST_TOKENS = 1 << 26, 1024
+_CHUNK, _MOST_TOKENS = 1 << 25, 1024
 _BLOCK, _FEWEST_COLUMNS = 1 << 19, 512
 # On other devices: logits of a chunk, all columns of it at once.
 _CHUNK_OF_DEVICE = 1 << 27
@@ -69,7 +69,7 @@ def chunk_length(head: Head, columns: Columns, wide: torch.dtype, *, others: int
     Less where other things beside the logits take memory: slopes of bounded ones, the wide sum
     of a narrow weight's gradient, and those ``others`` that the caller knows of.
     """
-    things = 1 + others + (head.soft_cap is not None) + 3 * (head.weight.dtype != wide)
+    things = 1 + others + (head.soft_cap is not None) + (head.weight.dtype != wide)
     size = max(columns.widest * things, 1)
     if head.weight.device.type != "cpu":
         return max(1, _CHUNK_OF_DEVICE // size)

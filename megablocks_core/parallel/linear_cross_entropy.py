@@ -48,7 +48,7 @@ def linear_cross_entropy(
     """``vocab_parallel_cross_entropy`` of ``hidden @ weight.T + bias``, whose result never exists.
 
     The loss is that of the logits ``x``, or of ``soft_cap * tanh(x / soft_cap)``. Logits exist
-    for a chunk of tokens at a time, 256 MiB of them on CPU at most, whatever T is. Ignored
+    for a chunk of tokens at a time, 128 MiB of them on CPU at most, whatever T is. Ignored
     tokens are not computed at all: their loss and gradients are exactly zero. Minus the losses
     of ``reduction="none"`` are the targets' log-probabilities, with their gradients.
 
