@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megablocks_core.groups import cpu_gather
 from megablocks_core.groups.cuts import ShardSpec, chunk_slice
 from megablocks_core.groups.group import Group
 
@@ -213,7 +214,7 @@ def start_all_gather(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int])
     if x.shape[0] < longest:
         # Back ends want equal messages: shorter slices travel padded.
         x = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])])
-    return _ops.all_gather_into_tensor(x.contiguous(), group.size, group.name)
+    return _start_gather(x.contiguous(), group)
 
 
 def finish_all_gather(flying: Tensor, *, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -262,7 +263,7 @@ def all_gather_lists(x: Tensor, *, group: Group) -> list[Tensor]:
 def learn_sizes(x: Tensor, *, dim: int, group: Group) -> list[int]:
     """Every rank's length of ``x`` along ``dim``; one message of eight bytes a rank."""
     size = torch.tensor([x.shape[dim]], dtype=torch.int64, device=x.device)
-    return wait(_ops.all_gather_into_tensor(size, group.size, group.name)).tolist()
+    return wait(_start_gather(size, group)).tolist()
 
 
 class _CopyTo(torch.autograd.Function):
@@ -415,6 +416,12 @@ def sum_flat(
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _start_gather(x: Tensor, group: Group) -> Tensor:
+    if x.device.type == "cpu":
+        return cpu_gather.start(x, group=group)
+    return _ops.all_gather_into_tensor(x, group.size, group.name)
 
 
 def _all_gather(x: Tensor, dim: int, group: Group, sizes: Sequence[int]) -> Tensor:

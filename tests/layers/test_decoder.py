@@ -11,7 +11,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,6 +26,7 @@ from megablocks_core.groups import Mesh, gather_whole, load_whole, marks, own_sl
 from megablocks_core.layers import Decoder, DecoderSpec, GatedMLP
 from megablocks_core.parallel import reset_parameters, vocab_parallel_cross_entropy
 from megablocks_core.testing import assert_parallel_equivalence, ranks
+from tests.traffic import Traffic
 
 F64 = torch.float64
 SIZES: dict[str, Any] = {
@@ -149,17 +149,17 @@ def test_traffic_follows_the_table(qk_norm):
     messages = once + (layers if qk_norm else 0)
     assert backward == {"all_reduce": (messages, once * large + weights)}
     assert _traffic(spec, sequence_parallel=False, gather_logits=True) == (
-        {**forward, "all_gather_into_tensor": (1, tokens * vocab_size)},
+        {**forward, "all_gather": (1, tokens * vocab_size)},
         backward,
     )
     assert _traffic(spec, sequence_parallel=True) == (
         {
-            "all_gather_into_tensor": (once, once * large),
-            "reduce_scatter_tensor": (once, once * large),
+            "all_gather": (once, once * large),
+            "reduce_scatter": (once, once * large),
         },
         {
-            "all_gather_into_tensor": (twice, twice * large),
-            "reduce_scatter_tensor": (once, once * large),
+            "all_gather": (twice, twice * large),
+            "reduce_scatter": (once, once * large),
             "all_reduce": (layers + 1, layers * 2 * hidden + hidden + weights),
         },
     )
@@ -363,28 +363,11 @@ def _assert_close_by_norm(name, ours, theirs):
 
 def _traffic(spec, *, sequence_parallel, gather_logits=False):
     decoder = Decoder(spec, mesh=_mesh(), sequence_parallel=sequence_parallel)
-    with _Messages() as forward:
+    with Traffic() as forward:
         logits = decoder(torch.zeros(2, 8, dtype=torch.int64), gather_logits=gather_logits).logits
-    with _Messages() as backward:
+    with Traffic() as backward:
         logits.sum().backward()
-    return forward.sent, backward.sent
-
-
-class _Messages(TorchDispatchMode):
-    """Counts messages by kind, and elements: of the whole tensor, gathered or not yet scattered."""
-
-    def __init__(self):
-        super().__init__()
-        self.sent = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        kind = func._schema.name.removeprefix("_c10d_functional::")
-        if kind in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
-            messages, elements = self.sent.get(kind, (0, 0))
-            whole = max(args[0].numel(), result.numel())
-            self.sent[kind] = messages + 1, elements + whole
-        return result
+    return forward.totals(), backward.totals()
 
 
 def _saved_elements(decoder, tokens):

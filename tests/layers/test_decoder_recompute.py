@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megablocks_core.groups import LOCAL, Mesh
 from megablocks_core.layers import Decoder, DecoderSpec
 from megablocks_core.parallel import DropoutKey, HostBuffers, RecomputePolicy, offload
 from megablocks_core.testing import ranks
+from tests.traffic import Traffic
 
 F64 = torch.float64
 SPEC = DecoderSpec(97, 32, 48, 2, 4, 2, 8, qk_norm=True, family="qwen3")
@@ -97,29 +97,13 @@ def test_traffic_follows_the_table():
     cut = RecomputePolicy("layers.*", cut_over=Mesh(tp=2).group("tp"))
     assert _more("layers.*", sequence_parallel=False) == {"all_reduce": once}
     assert _more("layers.*", sequence_parallel=True) == {
-        "all_gather_into_tensor": twice,
-        "reduce_scatter_tensor": once,
+        "all_gather": twice,
+        "reduce_scatter": once,
     }
     assert _more(cut, sequence_parallel=False) == {
         "all_reduce": once,
-        "all_gather_into_tensor": once,
+        "all_gather": once,
     }
-
-
-class _Messages(TorchDispatchMode):
-    """Counts messages by kind, and elements of the whole tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.sent = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        kind = func._schema.name.removeprefix("_c10d_functional::")
-        if kind in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
-            messages, elements = self.sent.get(kind, (0, 0))
-            self.sent[kind] = messages + 1, elements + max(args[0].numel(), result.numel())
-        return result
 
 
 def _more(recompute, *, sequence_parallel):
@@ -128,9 +112,9 @@ def _more(recompute, *, sequence_parallel):
     for policy in (None, recompute):
         decoder = _decoder(policy, mesh=Mesh(tp=2), sequence_parallel=sequence_parallel)
         logits = decoder(TOKENS[:, :6]).logits
-        with _Messages() as backward:
+        with Traffic() as backward:
             logits.sum().backward()
-        sent.append(backward.sent)
+        sent.append(backward.totals())
     plain, ours = sent
     more = {
         kind: (ours[kind][0] - before[0], ours[kind][1] - before[1])

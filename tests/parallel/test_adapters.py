@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megablocks_core.groups import LOCAL, Group, Mesh, Segment, marks, whole_tensor
 from megablocks_core.parallel import (
@@ -25,8 +23,7 @@ from megablocks_core.parallel.adapters import LoraFactor, adapted_layers
 from megablocks_core.testing import ranks
 from tests.parallel.lora_models import fill
 from tests.parallel.tiny_models import tiny_model
-
-_OPS = torch.ops.c10d_functional
+from tests.traffic import Traffic
 
 
 def _world() -> Group:
@@ -66,26 +63,25 @@ def _adapted(group, kind=_Block, **options):
 def test_a_block_sends_one_small_message_more_without_sequence_parallelism():
     block = _adapted(_world())
     x = torch.ones(3, 8, requires_grad=True)
-    with CommDebugMode() as forward:
+    with Traffic() as forward:
         y = block(x)
-    with CommDebugMode() as backward:
+    with Traffic() as backward:
         y.sum().backward()
-    assert dict(forward.get_comm_counts()) == {_OPS.all_reduce: 1}
-    assert dict(backward.get_comm_counts()) == {_OPS.all_reduce: 2}
+    assert forward.counts() == {"all_reduce": 1}
+    assert backward.counts() == {"all_reduce": 2}
 
 
 @ranks(2)
 def test_under_sequence_parallelism_only_low_rank_features_are_gathered_more():
     block = _adapted(_world(), sequence_parallel=True)
     x = torch.ones(3, 8, requires_grad=True)
-    with CommDebugMode() as forward:
+    with Traffic() as forward:
         y = block(x)
-    with CommDebugMode() as backward:
+    with Traffic() as backward:
         y.sum().backward()
     # Its frozen base gathers no input again.
-    gathers, scatters = _OPS.all_gather_into_tensor, _OPS.reduce_scatter_tensor
-    assert dict(forward.get_comm_counts()) == {gathers: 2, scatters: 1}
-    assert dict(backward.get_comm_counts()) == {gathers: 1, scatters: 2, _OPS.all_reduce: 1}
+    assert forward.counts() == {"all_gather": 2, "reduce_scatter": 1}
+    assert backward.counts() == {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 1}
 
 
 @ranks(2)
@@ -110,12 +106,12 @@ def test_a_transformers_block_sends_one_message_for_all_its_adapters():
     fill(model)
     tensor_parallelize(model, group=_world())
     tokens = torch.arange(8).view(1, 8)
-    with CommDebugMode() as plain:
+    with Traffic() as plain:
         model(input_ids=tokens, use_cache=False).logits.sum().backward()
     # Embedding and, in each of two layers, attention and feed-forward; backward these but for
     # the first layer's input, which no adapter lies before, and in each layer one message for
     # each block's adapters and one for keys and values that neighbours hold too.
-    assert plain.get_comm_counts()[_OPS.all_reduce] == 1 + 4 + (4 - 1) + 2 * 3 + 1
+    assert plain.counts()["all_reduce"] == 1 + 4 + (4 - 1) + 2 * 3 + 1
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, nn.Linear])
@@ -293,34 +289,18 @@ def test_messages_have_the_sizes_of_the_table(sequence_parallel):
     """With T=6, I=8, O=12 and R=2: the table of docs/traffic.md."""
     block = _adapted(_world(), sequence_parallel=sequence_parallel)
     x = torch.ones(3 if sequence_parallel else 6, 8, requires_grad=True)
-    with _Sizes() as forward:
+    with Traffic() as forward:
         y = block(x)
-    with _Sizes() as backward:
+    with Traffic() as backward:
         y.sum().backward()
     factors = 2 * (2 * 8) + 8 * 2
     if sequence_parallel:
-        assert forward.sizes == {"all_gather": [6 * 4, 6 * 8], "reduce_scatter": [6 * 8]}
-        assert backward.sizes == {
+        assert forward.sorted_sizes() == {"all_gather": [6 * 4, 6 * 8], "reduce_scatter": [6 * 8]}
+        assert backward.sorted_sizes() == {
             "all_gather": [6 * 8],
             "reduce_scatter": [6 * 4, 6 * 8],
             "all_reduce": [factors],
         }
     else:
-        assert forward.sizes == {"all_reduce": [6 * 8]}
-        assert backward.sizes == {"all_reduce": sorted([6 * 8, factors])}
-
-
-class _Sizes(TorchDispatchMode):
-    """The elements that collectives sent, by kind, sorted: the gathered or unscattered tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-            if str(func).startswith(f"_c10d_functional.{kind}"):
-                sent = result if kind == "all_gather" else args[0]
-                self.sizes[kind] = sorted([*self.sizes.get(kind, []), sent.numel()])
-        return result
+        assert forward.sorted_sizes() == {"all_reduce": [6 * 8]}
+        assert backward.sorted_sizes() == {"all_reduce": sorted([6 * 8, factors])}

@@ -24,6 +24,7 @@ from megablocks_core.parallel import (
 from megablocks_core.parallel.recompute import recompute
 from megablocks_core.parallel.replay import remember
 from megablocks_core.testing import ranks
+from tests.traffic import Traffic
 
 F64 = torch.float64
 
@@ -446,9 +447,9 @@ def test_a_cut_argument_leaves_a_slice_and_costs_one_gather():
         part = chunk_slice(x.numel(), group.size, group.rank)
         held = part.stop - part.start if cut else x.numel()
         assert saved == held * 8 + index.nbytes
-        with _Operations() as seen:
+        with Traffic() as sent:
             y.sum().backward()
-        assert seen.count("all_gather") == cut
+        assert sent.counts().get("all_gather", 0) == cut
         function(reference * 1, index, weight).sum().backward()
         assert torch.equal(own.grad, reference.grad)
 
@@ -465,12 +466,13 @@ def test_messages_are_sent_again_up_to_the_last_saved_tensor(sequence_parallel):
     sent = []
     for call in (lambda x: block(block(x)), lambda x: recompute(lambda x: block(block(x)), x)):
         x = _x(4, 8).requires_grad_()
-        with _Operations() as forward:
+        with Traffic() as forward:
             y = call(x)
-        with _Operations() as backward:
+        with Traffic() as backward:
             y.sum().backward()
-        kinds = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-        sent.append([[seen.count(kind) for kind in kinds] for seen in (forward, backward)])
+        kinds = ("all_reduce", "all_gather", "reduce_scatter")
+        counts = [traffic.counts() for traffic in (forward, backward)]
+        sent.append([[count.get(kind, 0) for kind in kinds] for count in counts])
     (forward, backward), recomputed = sent
     again = [0, 2, 1] if sequence_parallel else [1, 0, 0]
     assert recomputed == [forward, [a + b for a, b in zip(backward, again, strict=True)]]

@@ -1,0 +1,41 @@
+"""All-gathers of CPU tensors, any number of them in flight at a time.
+
+torch's functional all-gather hands gloo a list of one tensor, and gloo's all-gather of lists
+corrupts memory while another one is in flight (torch 2.10 to 2.13): a rank crashes, or none
+ever answers. Gloo's all-gather of a single tensor does not.
+"""
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _register_work, _resolve_process_group
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName
+
+from megablocks_core.groups.group import Group
+
+
+def start(x: Tensor, *, group: Group) -> Tensor:
+    """Start to gather every rank's ``x`` along dim 0; ``wait_tensor`` waits for the result."""
+    if torch.compiler.is_compiling():
+        return _start_opaque(x, group.size, group.name)
+    assert group.pg is not None
+    return _start(x, group.pg)
+
+
+def _start(x: Tensor, pg: ProcessGroup) -> Tensor:
+    whole = x.new_empty(pg.size() * x.shape[0], *x.shape[1:])
+    wire = [torch.view_as_real(y) if y.is_complex() else y for y in (whole, x)]
+    _register_work(whole, pg._allgather_base(*wire))
+    return whole
+
+
+# An operation of its own for the compiler, which may put memory that it has read to another use
+# while a message is in flight: what is sent is a copy.
+@torch.library.custom_op("megablocks_core::all_gather_of_cpu", mutates_args=())
+def _start_opaque(x: Tensor, size: int, group_name: str) -> Tensor:
+    return _start(x.clone(), _resolve_process_group(GroupName(group_name)))
+
+
+@_start_opaque.register_fake
+def _(x: Tensor, size: int, group_name: str) -> Tensor:
+    return x.new_empty(size * x.shape[0], *x.shape[1:])
