@@ -1,7 +1,7 @@
 """All-gathers of CPU tensors, any number of them in flight at a time.
 
 torch's functional all-gather hands gloo a list of one tensor, and gloo's all-gather of lists
-corrupts memory while another one is in flight (torch 2.10 to 2.13): a rank crashes, or none
+corrupts memory while another one is in flight (seen with torch 2.13): a rank crashes, or none
 ever answers. Gloo's all-gather of a single tensor does not.
 """
 
