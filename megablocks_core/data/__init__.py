@@ -17,6 +17,7 @@ from megablocks_core.data.loader import Loader as Loader
 from megablocks_core.data.loader import Step as Step
 from megablocks_core.data.loader import as_tensors as as_tensors
 from megablocks_core.data.permutation import Permutation as Permutation
+from megablocks_core.data.place import Place as Place
 from megablocks_core.data.split import Split as Split
 from megablocks_core.data.split import split_documents as split_documents
 from megablocks_core.data.texts import read_texts as read_texts

@@ -5,12 +5,20 @@ from itertools import accumulate
 from math import isfinite
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Split(NamedTuple):
-    """A named run of documents."""
+    """Named documents of a dataset, in increasing order.
+
+    ``documents`` is a range, which costs nothing whatever its size, or an array [D] int64 of
+    document numbers. ``offsets`` [D + 1] int64 may hold where each of an array's documents begins
+    in the stream of them all, ending with its length; without it a reader adds up the lengths.
+    """
 
     name: str
-    documents: range
+    documents: range | np.ndarray
+    offsets: np.ndarray | None = None
 
 
 def split_documents(
