@@ -97,6 +97,7 @@ def test_every_public_name_loads_only_what_its_package_may(package):
     ours = {name.split(".")[1] for name in modules if name.startswith("megablocks_core.")}
     assert ours - {package, "_native"} <= MAY_LOAD[package]
     assert not {name.split(".")[0] for name in modules} & OPTIONAL
+    assert "torch._dynamo" not in modules, "the compiler doubles the time of an import"
 
 
 def test_importing_groups_loads_no_torch():

@@ -160,9 +160,12 @@ def _is_integer(number: int | Tensor) -> bool:
     return hasattr(number, "__index__")
 
 
-@torch.compiler.assume_constant_result
 def _stream_key(stream: str) -> int:
     return key_of(0, stream)
+
+
+# What torch.compiler.assume_constant_result does, but for its import of the whole compiler.
+_stream_key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Dropout(torch.autograd.Function):
