@@ -3,52 +3,38 @@
 Dimensions: T tokens (any number of dimensions).
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import GroupName
 
-from megablocks_core.groups import LOCAL, Group, chunk_slice
+from megablocks_core.groups import Group, chunk_slice
 from megablocks_core.parallel.head_gradients import Gradients, Wanted
+from megablocks_core.parallel.head_loss import HeadLoss
 
 
-class Job(Protocol):
-    """All that a loss takes beside the tensors that may have gradients."""
-
-    def run(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, wanted: Wanted
-    ) -> tuple[Tensor, Gradients]:
-        """Losses [T], and the gradients of their sum weighted by ``scale`` [T]."""
-        ...
-
-
-def total_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, counts: Tensor, *, mean: bool
+def reduced_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: HeadLoss, reduction: str
 ) -> Tensor:
-    """The sum of the losses, or that over the number of tokens that count, if there are any.
+    """Each token's loss, their sum, or that over the number of tokens that count, if any do.
 
-    Gradients are computed along with it.
+    With a sum gradients are computed along; for the losses of tokens backward computes the
+    logits again.
     """
-    tensors = (hidden, weight, bias)
+    tensors, own = (hidden, weight, bias), loss.tensors
+    if reduction == "none":
+        return _PerToken.apply(*tensors, loss, *own)
     enabled = torch.is_grad_enabled()
     wanted = Wanted(*(enabled and x is not None and x.requires_grad for x in tensors))
+    counts = loss.tensors[0]
     one = counts.new_ones((), dtype=torch.float64)
-    share = counts.sum().clamp(min=1).double().reciprocal() if mean else one
+    share = counts.sum().clamp(min=1).double().reciprocal() if reduction == "mean" else one
     if torch.float16 in (hidden.dtype, weight.dtype):
         # Gradients of a mean may be too small for float16 until the caller's loss scale is in.
-        total = _Total.apply(*tensors, job, one, wanted)
+        total = _Total.apply(*tensors, loss, one, wanted, *own)
         return total * share.to(total.dtype)
-    return _Total.apply(*tensors, job, share, wanted)
-
-
-def token_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, counts: Tensor
-) -> Tensor:
-    """The losses [T]; backward computes the logits again."""
-    return _PerToken.apply(hidden, weight, bias, job, counts)
+    return _Total.apply(*tensors, loss, share, wanted, *own)
 
 
 def check_head(
@@ -89,11 +75,6 @@ def check_head(
         )
 
 
-def group_named(name: str) -> Group:
-    """The group whose process group torch's functional collectives know by ``name``."""
-    return Group.of(_resolve_process_group(GroupName(name))) if name else LOCAL
-
-
 class _Total(torch.autograd.Function):
     """The sum of losses, scaled. Its first backward hands out what forward computed."""
 
@@ -103,13 +84,14 @@ class _Total(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        job: Job,
+        loss: HeadLoss,
         scale: Tensor,
         wanted: Wanted,
+        *tensors: Tensor,
     ) -> Tensor:
-        losses, ctx.gradients = job.run(hidden, weight, bias, scale, wanted)
-        ctx.job, ctx.wanted = job, wanted
-        ctx.save_for_backward(hidden, weight, bias, scale)
+        losses, ctx.gradients = loss.run(hidden, weight, bias, scale, wanted)
+        ctx.loss, ctx.wanted = loss.of(()), wanted
+        ctx.save_for_backward(hidden, weight, bias, scale, *tensors)
         return losses.sum() * scale.to(losses.dtype)
 
     @staticmethod
@@ -118,8 +100,10 @@ class _Total(torch.autograd.Function):
         # They are scaled in place and then the caller's: a backward after that starts anew.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = ctx.job.run(*ctx.saved_tensors, ctx.wanted)
-        return *_scaled_(gradients, dtotal), None, None, None
+            hidden, weight, bias, scale, *tensors = ctx.saved_tensors
+            loss = ctx.loss.of(tensors)
+            _, gradients = loss.run(hidden, weight, bias, scale, ctx.wanted)
+        return *_scaled_(gradients, dtotal), *[None] * (len(ctx.needs_input_grad) - 3)
 
 
 def _scaled_(gradients: Gradients, scale: Tensor) -> Gradients:
@@ -135,17 +119,23 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, counts: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        loss: HeadLoss,
+        *tensors: Tensor,
     ) -> Tensor:
-        scale = counts.new_ones((), dtype=torch.float64)
-        losses, _ = job.run(hidden, weight, bias, scale, Wanted(False, False, False))
-        ctx.job = job
-        ctx.save_for_backward(hidden, weight, bias)
+        scale = tensors[0].new_ones((), dtype=torch.float64)
+        losses, _ = loss.run(hidden, weight, bias, scale, Wanted(False, False, False))
+        ctx.loss = loss.of(())
+        ctx.save_for_backward(hidden, weight, bias, *tensors)
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, *tensors = ctx.saved_tensors
         wanted = Wanted(*ctx.needs_input_grad[:3])
-        _, gradients = ctx.job.run(*ctx.saved_tensors, dlosses, wanted)
-        return *gradients, None, None
+        _, gradients = ctx.loss.of(tensors).run(hidden, weight, bias, dlosses, wanted)
+        return *gradients, *[None] * (len(ctx.needs_input_grad) - 3)

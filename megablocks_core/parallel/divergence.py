@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.parallel.chunked_head import Criterion, from_all_ranks, wide_dtype
-from megablocks_core.parallel.chunked_loss import group_named
 from megablocks_core.parallel.divergence_criteria import TopKTeacher, WholeTeacher
+from megablocks_core.parallel.head_loss import group_named
 from megablocks_core.parallel.vocabulary import Columns, agree_on_columns
 
 # Logits in a block whose wide form fits a CPU's cache.

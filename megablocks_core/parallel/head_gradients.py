@@ -61,11 +61,11 @@ class HeadGradients:
     ) -> None:
         self.weight, self.bias, _ = head
         self.group, self.cut, self.wide = group, cut, wide
-        self.hidden = torch.zeros_like(hidden_NH) if wanted.hidden else None
+        self.hidden = hidden_NH.new_zeros(hidden_NH.shape) if wanted.hidden else None
         self.dweight = RowSums(self.weight, blocks, wide) if wanted.weight else None
         self.dbias = None
         if wanted.bias and self.bias is not None:
-            self.dbias = torch.zeros_like(self.bias, dtype=self.wide)
+            self.dbias = self.bias.new_zeros(self.bias.shape, dtype=self.wide)
         self.flying: tuple[Chunk, Tensor] | None = None
 
     def begin(self, chunk: Chunk, h_nH: Tensor) -> None:
@@ -146,10 +146,10 @@ class RowSums:
     def rounded(self) -> Tensor:
         """The whole sum in the dtype of the weight, once; zeros in rows of no block."""
         if self.is_empty:
-            return torch.zeros_like(self.weight)
+            return self.weight.new_zeros(self.weight.shape)
         if self.pieces[0].dtype == self.weight.dtype:
             return self.pieces.pop()
-        result, start = torch.empty_like(self.weight), 0
+        result, start = self.weight.new_empty(self.weight.shape), 0
         while self.pieces:
             piece = self.pieces.pop(0)
             result[start : start + len(piece)] = piece

@@ -5,29 +5,18 @@ Dimensions: T tokens (any number of dimensions), N all tokens in one dimension, 
 chunk, H features, V the whole vocabulary; v is this rank's share of V, and b a block of it.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
-from megablocks_core.parallel.chunked_head import (
-    HeadLogits,
-    chunk_length,
-    maxima,
-    merge_exponentials,
-    run_chunks,
-    wide_dtype,
-)
-from megablocks_core.parallel.chunked_loss import (
-    check_head,
-    group_named,
-    token_losses,
-    total_loss,
-)
-from megablocks_core.parallel.head_gradients import Gradients, Head, Wanted
-from megablocks_core.parallel.token_chunks import chunk_tokens
-from megablocks_core.parallel.vocabulary import agree_on_columns
+from megablocks_core.parallel.chunked_head import Criterion, maxima, merge_exponentials
+from megablocks_core.parallel.chunked_loss import check_head, reduced_loss
+from megablocks_core.parallel.head_loss import HeadLoss, Pointers, one_operation
+from megablocks_core.parallel.token_chunks import Chunk
+from megablocks_core.parallel.vocabulary import Columns
 
 
 def linear_cross_entropy(
@@ -94,20 +83,10 @@ def linear_cross_entropy(
     cut = group if sequence_parallel else LOCAL
     check_head(hidden, weight, bias, targets.shape, cut, "targets")
     _check_options(targets, label_smoothing, soft_cap, reduction)
-    job = _Job(
-        targets.long(),
-        vocab_size,
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        soft_cap,
-        sequence_parallel,
-        group,
-    )
-    valid = targets != ignore_index
-    if reduction == "none":
-        return token_losses(hidden, weight, bias, job, valid)
-    return total_loss(hidden, weight, bias, job, valid, mean=reduction == "mean")
+    tensors, numbers = [targets != ignore_index, targets.long()], [label_smoothing, z_loss]
+    where = sequence_parallel, group
+    loss = HeadLoss(_Formula, tensors, numbers, "", vocab_size, soft_cap, *where)
+    return reduced_loss(hidden, weight, bias, loss, reduction)
 
 
 def _check_options(
@@ -123,82 +102,37 @@ def _check_options(
         raise ValueError(f'reduction={reduction!r} must be "none", "sum" or "mean"')
 
 
-class _Job(NamedTuple):
+class _Formula(NamedTuple):
+    """Cross-entropy with its terms."""
+
     targets: Tensor
-    vocab_size: int | None
-    ignore_index: int
     label_smoothing: float
     z_loss: float
-    soft_cap: float | None
-    sequence_parallel: bool
-    group: Group
 
-    def run(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor,
-        wanted: Wanted,
-    ) -> tuple[Tensor, Gradients]:
-        if not torch.compiler.is_compiling():
-            return _run(hidden, weight, bias, scale, wanted, self)
-        losses, *gradients = _opaque(
-            hidden,
-            weight,
-            bias,
-            scale,
-            list(wanted),
-            self.targets,
-            self.vocab_size,
-            self.ignore_index,
-            [self.label_smoothing, self.z_loss],
-            self.soft_cap,
-            self.sequence_parallel,
-            self.group.name,
+    others = 0
+
+    @staticmethod
+    def operation() -> Callable[..., Any]:
+        return _operation
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], numbers: Sequence[float], word: str) -> "_Formula":
+        (targets,), (label_smoothing, z_loss) = tensors, numbers
+        return cls(targets, label_smoothing, z_loss)
+
+    def pointers(self, counts: Tensor) -> Pointers:
+        return Pointers(self.targets, counts, "targets")
+
+    def criteria(
+        self, columns: Columns, wide: torch.dtype, chunks: list[Chunk], *, kept: bool, cut: Group
+    ) -> Callable[[Chunk], Criterion]:
+        targets_N = self.targets.reshape(-1)
+        return lambda chunk: _CrossEntropy(
+            targets_N[chunk.places], self.label_smoothing, self.z_loss, columns.whole
         )
-        dhidden, dweight, dbias = (
-            gradient if needed else None for gradient, needed in zip(gradients, wanted, strict=True)
-        )
-        return losses, (dhidden, dweight, dbias)
 
 
-def _run(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    wanted: Wanted,
-    job: _Job,
-) -> tuple[Tensor, Gradients]:
-    targets, group, wide = job.targets, job.group, wide_dtype(hidden, weight)
-    valid = targets != job.ignore_index
-    columns = agree_on_columns(
-        weight,
-        targets,
-        valid,
-        vocab_size=job.vocab_size,
-        group=group,
-        names=("weight", "targets"),
-    )
-    head = Head(weight, bias, job.soft_cap)
-    cut = group if job.sequence_parallel else LOCAL
-    chunks = chunk_tokens(valid, chunk_length(head, columns, wide), cut=cut)
-    targets_N = targets.reshape(-1)
-    losses, (dhidden, dweight, dbias) = run_chunks(
-        hidden.reshape(-1, hidden.shape[-1]),
-        HeadLogits(head, columns, wide, chunks, kept=any(wanted)),
-        lambda chunk: _CrossEntropy(
-            targets_N[chunk.places], job.label_smoothing, job.z_loss, columns.whole
-        ),
-        chunks,
-        scale_N=scale.expand(targets.shape).reshape(-1),
-        wanted=wanted,
-        group=group,
-        sequence_parallel=job.sequence_parallel,
-    )
-    dhidden = None if dhidden is None else dhidden.view(hidden.shape)
-    return losses.view(targets.shape), (dhidden, dweight, dbias)
+_operation = one_operation("linear_cross_entropy", _Formula)
 
 
 class _CrossEntropy(NamedTuple):
@@ -254,49 +188,3 @@ class _CrossEntropy(NamedTuple):
         """Whether each token's target is in this block, and a column to look at."""
         index_n, width = self.targets_n - first, x_nb.shape[-1]
         return (index_n >= 0) & (index_n < width), index_n.clamp(0, max(width - 1, 0))
-
-
-# For the compiler one operation, so that neither lengths nor chunks enter its graph.
-@torch.library.custom_op("megablocks_core::linear_cross_entropy", mutates_args=())
-def _opaque(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    wanted: list[bool],
-    targets: Tensor,
-    vocab_size: int | None,
-    ignore_index: int,
-    weights: list[float],
-    soft_cap: float | None,
-    sequence_parallel: bool,
-    group_name: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    label_smoothing, z_loss = weights
-    job = _Job(
-        targets,
-        vocab_size,
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        soft_cap,
-        sequence_parallel,
-        group_named(group_name),
-    )
-    losses, gradients = _run(hidden, weight, bias, scale, Wanted(*wanted), job)
-    dhidden, dweight, dbias = (
-        hidden.new_empty(0) if gradient is None else gradient for gradient in gradients
-    )
-    return losses, dhidden, dweight, dbias
-
-
-@_opaque.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others) -> tuple[Tensor, ...]:
-    _, (wants_hidden, wants_weight, wants_bias), targets, *_ = others
-    wide = wide_dtype(hidden, weight)
-    return (
-        targets.new_empty(targets.shape, dtype=wide),
-        torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0),
-        torch.empty_like(weight) if wants_weight else hidden.new_empty(0),
-        torch.empty_like(bias) if wants_bias and bias is not None else hidden.new_empty(0),
-    )

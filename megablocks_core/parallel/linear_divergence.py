@@ -6,37 +6,21 @@ chunk, H features (a teacher may have others), V the whole vocabulary, K stored 
 token; v is this rank's share of V, and b a block of it.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
-from megablocks_core.parallel.chunked_head import (
-    Criterion,
-    HeadLogits,
-    chunk_length,
-    chunk_of,
-    run_chunks,
-    wide_dtype,
-)
-from megablocks_core.parallel.chunked_loss import (
-    check_head,
-    group_named,
-    token_losses,
-    total_loss,
-)
-from megablocks_core.parallel.divergence import (
-    StoredTopK,
-    check_options,
-    check_stored,
-    stored_criterion,
-)
-from megablocks_core.parallel.divergence_criteria import WholeTeacher
-from megablocks_core.parallel.head_gradients import Gradients, Head, Wanted
-from megablocks_core.parallel.token_chunks import Chunk, chunk_tokens
-from megablocks_core.parallel.vocabulary import Columns, agree_on_columns
+from megablocks_core.parallel.chunked_head import Criterion, HeadLogits, chunk_of
+from megablocks_core.parallel.chunked_loss import check_head, reduced_loss
+from megablocks_core.parallel.divergence import StoredTopK, check_options, check_stored
+from megablocks_core.parallel.divergence_criteria import TopKTeacher, WholeTeacher
+from megablocks_core.parallel.head_gradients import Head
+from megablocks_core.parallel.head_loss import HeadLoss, Pointers, one_operation
+from megablocks_core.parallel.token_chunks import Chunk
+from megablocks_core.parallel.vocabulary import Columns
 
 
 class TeacherHead(NamedTuple):
@@ -115,28 +99,17 @@ def linear_kl(
             )
     if mask is None:
         mask = torch.ones(tokens, dtype=torch.bool, device=hidden.device)
-    job = _Job(
-        _constant(teacher),
-        mask,
-        vocab_size,
-        direction == "reverse",
-        temperature,
-        soft_cap,
-        sequence_parallel,
-        group,
-    )
-    if reduction == "none":
-        return token_losses(hidden, weight, bias, job, mask)
-    return total_loss(hidden, weight, bias, job, mask, mean=reduction == "mean")
-
-
-def _constant(teacher: TeacherHead | StoredTopK) -> TeacherHead | StoredTopK:
-    """The teacher without a graph behind it."""
+    numbers = [float(direction == "reverse"), temperature]
     if isinstance(teacher, StoredTopK):
-        return teacher._replace(log_probs=teacher.log_probs.detach())
-    hidden, weight, bias, soft_cap = teacher
-    bias = None if bias is None else bias.detach()
-    return TeacherHead(hidden.detach(), weight.detach(), bias, soft_cap)
+        kind, word = _Stored, teacher.missing
+        tensors = [teacher.log_probs.detach(), teacher.indices]
+    else:
+        kind, word = _Whole, ""
+        tensors = [x.detach() for x in teacher[:3] if x is not None]
+        numbers.append(teacher.soft_cap or 0.0)
+    where = sequence_parallel, group
+    loss = HeadLoss(kind, [mask, *tensors], numbers, word, vocab_size, soft_cap, *where)
+    return reduced_loss(hidden, weight, bias, loss, reduction)
 
 
 def _tokens(
@@ -155,177 +128,95 @@ def _tokens(
     return hidden.shape[:-1]
 
 
-class _Job(NamedTuple):
-    teacher: TeacherHead | StoredTopK
-    mask: Tensor
-    vocab_size: int | None
+class _Stored(NamedTuple):
+    """Divergence from what is stored of a teacher."""
+
+    teacher: StoredTopK
     reverse: bool
     temperature: float
-    soft_cap: float | None
-    sequence_parallel: bool
-    group: Group
 
-    def run(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor,
-        wanted: Wanted,
-    ) -> tuple[Tensor, Gradients]:
-        if not torch.compiler.is_compiling():
-            return _run(hidden, weight, bias, scale, wanted, self)
-        if isinstance(self.teacher, StoredTopK):
-            (*tensors, missing), bounds = self.teacher, (self.soft_cap, None)
-        else:
-            (*tensors, bound), missing = self.teacher, ""
-            bounds = (self.soft_cap, bound)
-        losses, *gradients = _opaque(
-            hidden,
-            weight,
-            bias,
-            scale,
-            list(wanted),
-            [x for x in tensors if isinstance(x, Tensor)],
-            self.mask,
-            self.vocab_size,
-            [self.temperature, *(0.0 if bound is None else bound for bound in bounds)],
-            f"{'reverse' if self.reverse else 'forward'} {missing}",
-            self.sequence_parallel,
-            self.group.name,
-        )
-        dhidden, dweight, dbias = (
-            gradient if needed else None for gradient, needed in zip(gradients, wanted, strict=True)
-        )
-        return losses, (dhidden, dweight, dbias)
+    others = 0
 
+    @staticmethod
+    def operation() -> Callable[..., Any]:
+        return _operation_stored
 
-def _run(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    wanted: Wanted,
-    job: _Job,
-) -> tuple[Tensor, Gradients]:
-    teacher, mask, group, wide = job.teacher, job.mask, job.group, wide_dtype(hidden, weight)
-    if isinstance(teacher, StoredTopK):
-        indices, counts, others = teacher.indices, mask.unsqueeze(-1), 0
-    else:
-        indices, counts = torch.zeros_like(mask, dtype=torch.int64), mask
-        others = 1 + (teacher.soft_cap is not None)
-    columns = agree_on_columns(
-        weight,
-        indices,
-        counts,
-        vocab_size=job.vocab_size,
-        group=group,
-        names=("weight", "indices"),
-    )
-    head = Head(weight, bias, job.soft_cap)
-    cut = group if job.sequence_parallel else LOCAL
-    chunks = chunk_tokens(mask, chunk_length(head, columns, wide, others=others), cut=cut)
-    losses, (dhidden, dweight, dbias) = run_chunks(
-        hidden.reshape(-1, hidden.shape[-1]),
-        HeadLogits(head, columns, wide, chunks, kept=any(wanted)),
-        _criterion_of(job, columns, wide, chunks, kept=any(wanted)),
-        chunks,
-        scale_N=scale.expand(mask.shape).reshape(-1),
-        wanted=wanted,
-        group=group,
-        sequence_parallel=job.sequence_parallel,
-    )
-    dhidden = None if dhidden is None else dhidden.view(hidden.shape)
-    return losses.view(mask.shape), (dhidden, dweight, dbias)
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], numbers: Sequence[float], word: str) -> "_Stored":
+        (log_probs, indices), (reverse, temperature) = tensors, numbers
+        return cls(StoredTopK(log_probs, indices, word), bool(reverse), temperature)
 
+    def pointers(self, counts: Tensor) -> Pointers:
+        return Pointers(self.teacher.indices, counts.unsqueeze(-1), "indices")
 
-def _criterion_of(
-    job: _Job, columns: Columns, wide: torch.dtype, chunks: list[Chunk], *, kept: bool
-) -> Callable[[Chunk], Criterion]:
-    """The divergence of a chunk's tokens."""
-    teacher = job.teacher
-    if isinstance(teacher, StoredTopK):
-        log_probs_NK = teacher.log_probs.reshape(job.mask.numel(), teacher.log_probs.shape[-1])
-        indices_NK = teacher.indices.reshape(log_probs_NK.shape)
+    def criteria(
+        self, columns: Columns, wide: torch.dtype, chunks: list[Chunk], *, kept: bool, cut: Group
+    ) -> Callable[[Chunk], Criterion]:
+        log_probs, indices, missing = self.teacher
+        num_stored = indices.shape[-1]
+        num_tokens = indices.shape[:-1].numel()
+        log_probs_NK = log_probs.reshape(num_tokens, num_stored)
+        indices_NK = indices.reshape(num_tokens, num_stored).long()
+        renormalize = missing == "renormalize"
 
-        def stored(chunk: Chunk) -> Criterion:
-            return stored_criterion(
+        def criterion_of(chunk: Chunk) -> Criterion:
+            return TopKTeacher(
                 log_probs_NK[chunk.places],
                 indices_NK[chunk.places],
-                job.mask.reshape(-1, 1)[chunk.places],
-                teacher.missing,
-                job.reverse,
-                job.temperature,
+                renormalize,
+                self.reverse,
+                self.temperature,
             )
 
-        return stored
-    hidden_NH = teacher.hidden.reshape(-1, teacher.hidden.shape[-1])
-    logits = HeadLogits(Head(*teacher[1:]), columns, wide, chunks, kept=kept)
-    cut = job.group if job.sequence_parallel else LOCAL
-
-    def whole(chunk: Chunk) -> Criterion:
-        h_nH, known = chunk_of(hidden_NH, chunk, cut, wide), set()
-
-        def logits_of(first: int, width: int) -> Tensor:
-            """Computed when asked for first, and kept where they are asked for again."""
-            block = slice(first - columns.first, first - columns.first + width)
-            if block.start not in known:
-                known.add(block.start)
-                logits.compute(block, h_nH).div_(job.temperature)
-            return logits.of(block, len(h_nH))
-
-        return WholeTeacher(logits_of, job.reverse, job.temperature)
-
-    return whole
+        return criterion_of
 
 
-# For the compiler one operation, so that neither lengths nor chunks enter its graph.
-@torch.library.custom_op("megablocks_core::linear_kl", mutates_args=())
-def _opaque(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    wanted: list[bool],
-    teacher: list[Tensor],
-    mask: Tensor,
-    vocab_size: int | None,
-    numbers: list[float],
-    words: str,
-    sequence_parallel: bool,
-    group_name: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    temperature, soft_cap, teacher_cap = numbers
-    direction, missing = words.split(" ")
-    if missing:
-        whose = StoredTopK(teacher[0], teacher[1], missing)
-    else:
-        bias_v = teacher[2] if len(teacher) > 2 else None
-        whose = TeacherHead(teacher[0], teacher[1], bias_v, teacher_cap or None)
-    job = _Job(
-        whose,
-        mask,
-        vocab_size,
-        direction == "reverse",
-        temperature,
-        soft_cap or None,
-        sequence_parallel,
-        group_named(group_name),
-    )
-    losses, gradients = _run(hidden, weight, bias, scale, Wanted(*wanted), job)
-    dhidden, dweight, dbias = (
-        hidden.new_empty(0) if gradient is None else gradient for gradient in gradients
-    )
-    return losses, dhidden, dweight, dbias
+class _Whole(NamedTuple):
+    """Divergence from a teacher's head."""
+
+    teacher: TeacherHead
+    reverse: bool
+    temperature: float
+
+    @staticmethod
+    def operation() -> Callable[..., Any]:
+        return _operation_whole
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], numbers: Sequence[float], word: str) -> "_Whole":
+        (hidden, weight, *bias), (reverse, temperature, soft_cap) = tensors, numbers
+        teacher = TeacherHead(hidden, weight, bias[0] if bias else None, soft_cap or None)
+        return cls(teacher, bool(reverse), temperature)
+
+    @property
+    def others(self) -> int:
+        return 1 if self.teacher.soft_cap is None else 2
+
+    def pointers(self, counts: Tensor) -> Pointers:
+        return Pointers(torch.zeros_like(counts, dtype=torch.int64), counts, "mask")
+
+    def criteria(
+        self, columns: Columns, wide: torch.dtype, chunks: list[Chunk], *, kept: bool, cut: Group
+    ) -> Callable[[Chunk], Criterion]:
+        hidden, weight, bias, soft_cap = self.teacher
+        hidden_NH = hidden.reshape(-1, hidden.shape[-1])
+        logits = HeadLogits(Head(weight, bias, soft_cap), columns, wide, chunks, kept=kept)
+
+        def criterion_of(chunk: Chunk) -> Criterion:
+            h_nH, known = chunk_of(hidden_NH, chunk, cut, wide), set()
+
+            def logits_of(first: int, width: int) -> Tensor:
+                """Computed when asked for first, and kept where they are asked for again."""
+                block = slice(first - columns.first, first - columns.first + width)
+                if block.start not in known:
+                    known.add(block.start)
+                    logits.compute(block, h_nH).div_(self.temperature)
+                return logits.of(block, len(h_nH))
+
+            return WholeTeacher(logits_of, self.reverse, self.temperature)
+
+        return criterion_of
 
 
-@_opaque.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others) -> tuple[Tensor, ...]:
-    _, (wants_hidden, wants_weight, wants_bias), _, mask, *_ = others
-    wide = wide_dtype(hidden, weight)
-    return (
-        mask.new_empty(mask.shape, dtype=wide),
-        torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0),
-        torch.empty_like(weight) if wants_weight else hidden.new_empty(0),
-        torch.empty_like(bias) if wants_bias and bias is not None else hidden.new_empty(0),
-    )
+_operation_stored = one_operation("linear_kl_of_stored", _Stored)
+_operation_whole = one_operation("linear_kl_of_whole", _Whole)

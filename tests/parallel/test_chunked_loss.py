@@ -68,7 +68,8 @@ def test_inputs_are_saved_and_nothing_outlives_backward(reduction):
                 *leaves[:2], targets, bias=leaves[2], reduction=reduction, group=group
             )
         assert {leaf.data_ptr() for leaf in leaves} <= set(saved)
-        assert len(saved) == 3 + (reduction == "mean")  # the mean's divisor
+        # And the targets, which of them count, and the mean's divisor.
+        assert len(saved) == 5 + (reduction == "mean")
         loss.sum().backward()
     del loss
     gradients = {leaf.grad.data_ptr() for leaf in leaves}
