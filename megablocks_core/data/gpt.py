@@ -4,15 +4,20 @@ Dimensions: S sequence length, B samples of a batch, T = B S tokens of a batch l
 D documents (or parts of documents) in a sample or batch.
 """
 
+import copy
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from megablocks_core.data.gather import gather_tokens
+from megablocks_core.data.fingerprint import facts_of_split, fingerprint
+from megablocks_core.data.gather import gather_tokens, gather_tokens_numpy
 from megablocks_core.data.indexed import IndexedDataset
-from megablocks_core.data.permutation import Permutation
+from megablocks_core.data.native_order import NativeOrder
+from megablocks_core.data.place import Place
 from megablocks_core.data.split import Split
+from megablocks_core.data.stream import Parts
 
 
 class GPTDataset:
@@ -29,11 +34,18 @@ class GPTDataset:
     ``num_samples`` is the length of the dataset (default: one epoch); past an epoch it goes
     on in the order of the next one.
 
+    Documents end where the index says so, whatever their tokens; with ``end_token`` they end
+    after each such token instead, for files that hold many documents as one. Where they end:
+
+    - ``cross_document_loss=False`` masks the labels that are the first token of another one;
+    - ``cross_document_attention=True`` leaves their bounds out of ``cu_seqlens``;
+    - ``restart_positions=False`` counts positions through the whole sample.
+
     Shapes: ``tokens``, ``labels``, ``position_ids`` [S] int64; ``loss_mask`` [S] float32;
     ``cu_seqlens`` [D + 1] int64, the bounds of the documents in the sample, from 0 to S.
     Positions count from 0 in each document, and at the start of the sample. The loss mask is
-    1 throughout; with ``cross_document_loss=False`` it is 0 where the label is the first token
-    of another document. It goes by place, never by token id.
+    1 where nothing is masked. A sample that the order leaves short is filled with 0 at its end,
+    without loss, as part of its last document.
 
     Sends nothing; every rank computes any sample for itself.
 
@@ -55,6 +67,9 @@ class GPTDataset:
         split: Split | None = None,
         num_samples: int | None = None,
         cross_document_loss: bool = True,
+        cross_document_attention: bool = False,
+        restart_positions: bool = True,
+        end_token: int | None = None,
     ) -> None:
         if order != "native":
             raise ValueError(f"order={order!r} must be 'native'")
@@ -62,31 +77,20 @@ class GPTDataset:
             raise ValueError(f"indexed.dtype={indexed.dtype.name} must be an integer type")
         if sequence_length < 1:
             raise ValueError(f"sequence_length={sequence_length} must be at least 1")
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"num_samples={num_samples} must be at least 1")
-        split = split or Split("all", range(indexed.num_documents))
-        documents = split.documents
-        if not 0 <= documents.start <= documents.stop <= indexed.num_documents:
-            raise ValueError(f"split={split} must lie in {indexed.num_documents} documents")
-        if documents.step != 1:
-            raise ValueError(f"split={split} must leave out no document between its ends")
+        _check_count(num_samples)
         self.indexed = indexed
         self.sequence_length = sequence_length
         self.seed = seed
-        self.split = split
+        self.order = order
+        self.split = split or Split("all", range(indexed.num_documents))
         self.cross_document_loss = cross_document_loss
-
-        self._first_token = indexed.document_start(documents.start)
-        self.num_tokens = indexed.document_start(documents.stop) - self._first_token
-        self.samples_per_epoch = (self.num_tokens - 1) // sequence_length
-        if self.samples_per_epoch < 1:
-            raise ValueError(
-                f"split {split.name!r} (documents {documents.start} to {documents.stop} of "
-                f"{indexed.num_documents}) holds {self.num_tokens} tokens, must hold at least "
-                f"{sequence_length + 1} for one sample of sequence_length={sequence_length}"
-            )
+        self.cross_document_attention = cross_document_attention
+        self.restart_positions = restart_positions
+        self.end_token = end_token
+        # An order turns sample numbers into parts of documents, S + 1 tokens a sample.
+        self._order = NativeOrder(indexed, sequence_length, seed=seed, split=self.split)
+        self.samples_per_epoch = self._order.samples_per_epoch
         self._length = self.samples_per_epoch if num_samples is None else num_samples
-        self._order = Permutation(self.samples_per_epoch, seed=seed, epoch=0)
 
     def __len__(self) -> int:
         return self._length
@@ -96,69 +100,142 @@ class GPTDataset:
         rows = ("tokens", "labels", "loss_mask", "position_ids")
         return {name: batch[name][0] for name in rows} | {"cu_seqlens": batch["cu_seqlens"]}
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """What changes with the order or the tokens, and not with the number of samples."""
+        return fingerprint(
+            tokens=self.indexed.fingerprint,
+            split=facts_of_split(self.split),
+            sequence_length=self.sequence_length,
+            seed=self.seed,
+            order=self.order,
+            cross_document_loss=self.cross_document_loss,
+            cross_document_attention=self.cross_document_attention,
+            restart_positions=self.restart_positions,
+            end_token=self.end_token,
+        )
+
+    def resized(self, num_samples: int) -> "GPTDataset":
+        """Return the same samples in the same order, but as many as this."""
+        _check_count(num_samples)
+        other = copy.copy(self)
+        other._length = num_samples
+        return other
+
     def batch(self, samples: Sequence[int] | np.ndarray) -> dict[str, Any]:
         """Return samples laid end to end: arrays as above but [1 T], and the int ``max_seqlen``.
 
         ``cu_seqlens`` bounds the documents of all samples, so that none sees another through
-        attention. ``tokens.reshape(B, S)`` are the samples as rows, for attention without it.
-        For dropout by counter, ``sample_ids`` [B] int64 numbers the rows, and ``document_ids``
-        [D] the documents, each like no other of the run.
+        attention; ``cu_seqlens_host`` is the same as a list, for what plans by them and must
+        not wait for a device. ``tokens.reshape(B, S)`` are the samples as rows, for attention
+        without them. For dropout by counter, ``sample_ids`` [B] int64 numbers the rows, and
+        ``document_ids`` [D] the documents, each like no other of the run.
         """
-        length = self.sequence_length
-        starts = self.starts(samples)
-        lengths = np.full(len(starts), length)
-        tokens_T, labels_T = np.empty((2, len(starts) * length), np.int64)
-        gather_tokens(self.indexed.tokens, starts, lengths, out=tokens_T)
-        gather_tokens(self.indexed.tokens, starts + 1, lengths, out=labels_T)
-
-        loss_mask_T = np.ones(len(tokens_T), np.float32)
-        bounds = [np.arange(len(starts) + 1) * length]
-        for row, start in enumerate(starts.tolist()):
-            after = row * length + self._first_labels(start)  # a label opens a document
-            bounds.append(after[after < (row + 1) * length - 1] + 1)
-            if not self.cross_document_loss:
-                loss_mask_T[after] = 0
-        cu_seqlens = np.sort(np.concatenate(bounds))
-        firsts, spans, ids = cu_seqlens[:-1], np.diff(cu_seqlens), np.array(samples, np.int64)
+        length, ids = self.sequence_length, self._checked(samples)
+        parts = self._order.parts(ids)
+        tokens_T, labels_T, loss_mask_T = self._gather(parts, len(ids))
+        rows = np.arange(len(ids) + 1) * length
+        crossing = self._crossing(parts, tokens_T, loss_mask_T)
+        if not self.cross_document_loss:
+            loss_mask_T[crossing] = 0
+        bounds = rows
+        if len(crossing) and not (self.cross_document_attention and not self.restart_positions):
+            opening = crossing + 1
+            bounds = np.sort(np.concatenate([rows, opening[opening % length != 0]]))
+        cu_seqlens = rows if self.cross_document_attention else bounds
+        firsts, spans = cu_seqlens[:-1], np.diff(cu_seqlens)
+        counted = bounds if self.restart_positions else rows
+        positions_T = np.arange(len(tokens_T)) - counted[:-1].repeat(np.diff(counted))
         return {
             "tokens": tokens_T[None],
             "labels": labels_T[None],
             "loss_mask": loss_mask_T[None],
-            "position_ids": (np.arange(len(tokens_T)) - np.repeat(firsts, spans))[None],
+            "position_ids": positions_T[None],
             "cu_seqlens": cu_seqlens,
+            "cu_seqlens_host": cu_seqlens.tolist(),
             "max_seqlen": int(spans.max(initial=0)),
             "sample_ids": ids,
-            "document_ids": np.repeat(ids, length)[firsts] * length + firsts % length,
+            "document_ids": ids[firsts // length] * length + firsts % length,
         }
 
     def num_loss_tokens(self, samples: Sequence[int] | np.ndarray) -> int:
-        """Return the sum of the loss masks of some samples, without reading a token."""
-        starts = self.starts(samples)
-        total = len(starts) * self.sequence_length
+        """Return the sum of the loss masks of some samples.
+
+        It is found without reading a token, except for ``end_token`` with masked labels.
+        """
+        ids = self._checked(samples)
+        if self.cross_document_loss and self.order == "native":
+            return len(ids) * self.sequence_length
+        if self.end_token is not None and not self.cross_document_loss:
+            return int(self.batch(ids)["loss_mask"].sum())
+        parts = self._order.parts(ids)
+        total = int(parts.lengths.sum()) - len(ids)
         if not self.cross_document_loss:
-            total -= sum(len(self._first_labels(start)) for start in starts.tolist())
+            total -= int(np.count_nonzero(parts.columns))
         return total
+
+    def locate(self, sample: int) -> Place:
+        """Return the documents, and the ranges of their tokens, that a sample is made of."""
+        parts = self._order.parts(self._checked([sample]))
+        lengths = np.minimum(parts.lengths, self.sequence_length - parts.columns)
+        ranges = zip(
+            parts.documents.tolist(),
+            parts.offsets.tolist(),
+            (parts.offsets + lengths).tolist(),
+            strict=True,
+        )
+        return Place(self.split.name, [part for part in ranges if part[1] < part[2]])
 
     def starts(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return where in ``indexed.tokens`` each sample begins, [B] int64."""
-        wanted = np.asarray(samples, np.int64)
+        parts = self._order.parts(self._checked(samples))
+        return parts.starts[parts.columns == 0]
+
+    def _checked(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
+        wanted = np.array(samples, np.int64)
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {len(self)}")
-        epochs, places = np.divmod(wanted, self.samples_per_epoch)
-        windows = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            now = epochs == epoch
-            windows[now] = self._permutation(epoch)(places[now])
-        return self._first_token + windows * self.sequence_length
+        return wanted
 
-    def _permutation(self, epoch: int) -> Permutation:
-        order = self._order
-        if order.epoch != epoch:
-            order = Permutation(self.samples_per_epoch, seed=self.seed, epoch=epoch)
-            self._order = order
-        return order
+    def _gather(self, parts: Parts, num_samples: int) -> tuple[np.ndarray, ...]:
+        """Return tokens, labels and loss mask [T]; the mask is 0 where there is no label."""
+        length = self.sequence_length
+        tokens_T, labels_T = np.empty((2, num_samples * length), np.int64)
+        loss_mask_T = np.ones(len(tokens_T), np.float32)
+        # The last token of a sample is no input, and the first no label.
+        opens, closes = parts.columns == 0, parts.columns + parts.lengths == length + 1
+        inputs = (parts.starts, parts.lengths - closes)
+        targets = (parts.starts + opens, parts.lengths - opens)
+        if np.count_nonzero(closes) == num_samples:
+            self._read(*inputs, out=tokens_T)
+            self._read(*targets, out=labels_T)
+            return tokens_T, labels_T, loss_mask_T
+        real = np.bincount(parts.windows, parts.lengths, num_samples).astype(np.int64)
+        places = np.arange(length)
+        for out_T, (starts, lengths), held in (
+            (tokens_T, inputs, np.minimum(real, length)),
+            (labels_T, targets, real - 1),
+        ):
+            found = np.empty(int(lengths.sum()), np.int64)
+            self._read(starts, lengths, out=found)
+            filled = (places < held[:, None]).ravel()
+            out_T[:] = 0
+            out_T[filled] = found
+        return tokens_T, labels_T, filled.astype(np.float32)
 
-    def _first_labels(self, start: int) -> np.ndarray:
-        """Return the places in a window whose label is the first token of a document."""
-        first = start + 1
-        return self.indexed.document_starts(first, first + self.sequence_length) - first
+    def _read(self, starts: np.ndarray, lengths: np.ndarray, *, out: np.ndarray) -> None:
+        tokens: Any = self.indexed.tokens  # an array, or what reads like one from far away
+        gather = gather_tokens if isinstance(tokens, np.ndarray) else gather_tokens_numpy
+        gather(tokens, starts, lengths, out=out)
+
+    def _crossing(self, parts: Parts, tokens_T: np.ndarray, has_label_T: np.ndarray) -> np.ndarray:
+        """Return the places in [T] whose label is the first token of another document."""
+        if self.end_token is not None:
+            return np.flatnonzero((tokens_T == self.end_token) & (has_label_T > 0))
+        opening = parts.columns > 0
+        return parts.windows[opening] * self.sequence_length + parts.columns[opening] - 1
+
+
+def _check_count(num_samples: int | None) -> None:
+    if num_samples is not None and num_samples < 1:
+        raise ValueError(f"num_samples={num_samples} must be at least 1")

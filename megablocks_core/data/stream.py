@@ -1,0 +1,142 @@
+"""The documents of a split, end to end, as one stream of tokens.
+
+Dimensions: D documents of the split, N tokens of the stream, B windows of it, P parts: a part is
+what one window holds of one document.
+"""
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+
+from megablocks_core.data.indexed import IndexedDataset
+from megablocks_core.data.split import Split
+
+# A contiguous split of up to this many documents keeps their offsets in memory (8 MB), which finds
+# documents twenty times faster; a larger one is searched in the mapped index.
+IN_MEMORY = 1 << 20
+
+
+class Parts(NamedTuple):
+    """Some windows, cut where documents begin; each array is [P] int64, in the windows' order."""
+
+    windows: np.ndarray  # which window, 0 to B - 1
+    columns: np.ndarray  # first token, counted in the window
+    documents: np.ndarray  # number of the document in the dataset
+    offsets: np.ndarray  # first token, counted in the document
+    starts: np.ndarray  # first token, counted in all tokens of the dataset
+    lengths: np.ndarray  # tokens, at least 1
+
+
+class Stream:
+    """Finds the documents of windows of the stream, by binary search.
+
+    Nothing is built for a contiguous split, whatever its size; documents chosen one by one need
+    their offsets [D + 1], those of the split or the sum of their lengths. Pickles as its arguments.
+
+    Raises:
+        ValueError: documents that are not those of ``indexed``, or not in increasing order.
+    """
+
+    def __init__(self, indexed: IndexedDataset, split: Split) -> None:
+        self.indexed, self.split = indexed, split
+        self._offsets: np.ndarray | None = None
+        documents = split.documents
+        if isinstance(documents, range):
+            _check_range(split, documents, indexed.num_documents)
+            self._first_token = indexed.document_start(documents.start)
+            self.num_tokens = indexed.document_start(documents.stop) - self._first_token
+        else:
+            _check_array(split, documents, indexed.num_documents)
+            self._offsets = split.offsets
+            if self._offsets is None:
+                lengths = self._tokens_before(documents + 1) - self._tokens_before(documents)
+                self._offsets = np.concatenate([[0], lengths.cumsum()])
+            self.num_tokens = int(self._offsets[-1])
+
+    def parts(self, starts: np.ndarray, length: int) -> Parts:
+        """Cut windows of ``length`` tokens, which begin at ``starts`` [B] of the stream."""
+        first, last = self._find(starts), self._find(starts + (length - 1))
+        counts = last - first + 1
+        windows = np.arange(len(starts)).repeat(counts)
+        nth = np.arange(len(windows)) + (first - counts.cumsum() + counts)[windows]
+        offsets, begins = self._offsets_of(nth), starts[windows]
+        part_starts = np.maximum(offsets, begins)
+        lengths = np.minimum(self._offsets_of(nth + 1), begins + length) - part_starts
+        if lengths.min(initial=1) < 1:  # empty documents have no part
+            full = lengths > 0
+            windows, nth, offsets = windows[full], nth[full], offsets[full]
+            begins, part_starts, lengths = begins[full], part_starts[full], lengths[full]
+        documents = self.split.documents
+        if isinstance(documents, range):
+            numbers, tokens = nth + documents.start, part_starts + self._first_token
+        else:
+            numbers = documents[nth]
+            tokens = self._tokens_before(numbers) + (part_starts - offsets)
+        columns = part_starts - begins
+        return Parts(windows, columns, numbers, part_starts - offsets, tokens, lengths)
+
+    def _find(self, places: np.ndarray) -> np.ndarray:
+        """Return which document of the split holds each place of the stream."""
+        documents = self.split.documents
+        if self._offsets is None and len(documents) <= IN_MEMORY:
+            assert isinstance(documents, range)
+            self._offsets = self._starts_of(documents) - self._first_token
+        if self._offsets is not None:
+            return self._offsets.searchsorted(places, side="right") - 1
+        numbers, start = range(self.indexed.num_documents), self.indexed.document_start
+        assert isinstance(documents, range)
+        found = [
+            bisect_right(numbers, place, documents.start, documents.stop, key=start) - 1
+            for place in (places + self._first_token).tolist()
+        ]
+        return np.array(found, np.int64) - documents.start
+
+    def _offsets_of(self, nth: np.ndarray) -> np.ndarray:
+        if self._offsets is not None:
+            return self._offsets[nth]
+        assert isinstance(self.split.documents, range)
+        return self._tokens_before(nth + self.split.documents.start) - self._first_token
+
+    def _starts_of(self, documents: range) -> np.ndarray:
+        """Return where neighbouring documents begin, and the last one ends, in one read each."""
+        sequences = self.indexed.document_indices[documents.start : documents.stop + 1]
+        pointers = self.indexed.sequence_pointers[sequences[0] : sequences[-1] + 1]
+        starts = pointers // self.indexed.dtype.itemsize
+        if sequences[-1] == len(self.indexed):
+            starts = np.append(starts, self.indexed.num_tokens)
+        return starts[sequences - sequences[0]]
+
+    def _tokens_before(self, documents: np.ndarray) -> np.ndarray:
+        """Return where documents begin in all tokens; document D begins where they end."""
+        sequences = self.indexed.document_indices[documents]
+        if not len(self.indexed):
+            return np.zeros(len(sequences), np.int64)
+        pointers = self.indexed.sequence_pointers[np.minimum(sequences, len(self.indexed) - 1)]
+        starts = pointers // self.indexed.dtype.itemsize
+        return np.where(sequences < len(self.indexed), starts, self.indexed.num_tokens)
+
+    def __reduce__(self) -> tuple[type["Stream"], tuple[IndexedDataset, Split]]:
+        return type(self), (self.indexed, self.split)
+
+
+def _check_range(split: Split, documents: range, num_documents: int) -> None:
+    if not 0 <= documents.start <= documents.stop <= num_documents:
+        raise ValueError(f"split={split} must lie in {num_documents} documents")
+    if documents.step != 1:
+        raise ValueError(f"split={split} must leave out no document between its ends")
+
+
+def _check_array(split: Split, documents: np.ndarray, num_documents: int) -> None:
+    if documents.dtype != np.int64 or documents.ndim != 1:
+        raise ValueError(f"split {split.name!r}: documents must be one row of int64")
+    if len(documents) and not 0 <= documents[0] <= documents[-1] < num_documents:
+        raise ValueError(f"split {split.name!r} must lie in {num_documents} documents")
+    # Offsets come with documents that were put in order when they were found.
+    if split.offsets is None and not (documents[1:] > documents[:-1]).all():
+        raise ValueError(f"split {split.name!r}: documents must be in increasing order")
+    if split.offsets is not None and len(split.offsets) != len(documents) + 1:
+        raise ValueError(
+            f"split {split.name!r} of {len(documents)} documents must have one offset more, "
+            f"not {len(split.offsets)}"
+        )
