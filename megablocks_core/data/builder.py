@@ -1,21 +1,20 @@
 """Writes indexed datasets; what a reader sees is whole or not there."""
 
 import os
-import secrets
-import weakref
 from array import array
 from collections.abc import Sequence
 from operator import index
 from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from megablocks_core.data.indexed import DTYPES, HEADER, MAGIC, VERSION, IndexedDataset
-from megablocks_core.files import sync_file, sync_folder
+from megablocks_core.data.content import ContentHash, hash_documents
+from megablocks_core.data.index_file import CODES, write_index
+from megablocks_core.data.indexed import IndexedDataset
+from megablocks_core.data.manifest import FileRecord, Manifest
+from megablocks_core.data.publish import Staging
 
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32 in the file
 PIECE = 1 << 22  # tokens converted at a time
 
@@ -31,57 +30,92 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 class IndexedDatasetBuilder:
     """Writes ``prefix.bin`` and ``prefix.idx``, byte for byte as Megatron-LM does.
 
-    Tokens are written aside as they come. ``finish`` syncs both files to disk and renames
-    them into place, the index last: before that nothing stands under ``prefix``, after it the
-    whole dataset does. Used as a context manager, it finishes at the end of the block, and an
-    exception publishes nothing and removes what was written. ::
+    Tokens are written aside as they come. ``finish`` syncs the files to disk and renames them
+    into place, the index last. Used as a context manager, it finishes at the end of the block,
+    and an exception publishes nothing and removes what was written. ::
 
         with IndexedDatasetBuilder("corpus", dtype=np.uint16) as builder:
             builder.add_document([5, 3, 9])
 
-    With ``overwrite=True`` it replaces a dataset; a crash between the two renames then leaves
-    no dataset, never the tokens of one with the index of the other. Two builders that
-    overwrite one prefix at the same time are not served.
+    Whatever happens, ``IndexedDataset(prefix)`` opens what stood there before or all that was
+    built, never some of each: another builder of the same prefix, a kill at any write, a full
+    disk (see ``data/publish.py``). With ``overwrite=True`` it replaces what stands there; of
+    several builders, the last to finish. With ``append=True`` it begins with what stands there,
+    copied, and is refused at the end if another builder has replaced that.
+
+    Beside the two files it writes ``prefix.hashes``, the 64-bit content hash of each document,
+    and ``prefix.manifest.json`` with counts, dtype, ``tokenizer`` (any text that names it) and
+    hashes of the files. With ``multimodal=True`` each sequence has a mode, by default 0.
 
     Shapes: ``tokens`` [any number], integers; a sequence has at most 2**31 - 1 of them.
+    20 bytes of memory a document of one sequence.
 
     Sends nothing.
 
     Raises:
         FileExistsError: a dataset, or half of one, stands under ``prefix``.
         ValueError: a token id does not fit ``dtype`` (ids never wrap), lengths do not sum to
-            the tokens, or sequences belong to no document. The builder is as it was before
-            that call and can go on.
+            the tokens, modes do not fit, sequences belong to no document, or datasets of two
+            tokenizers are merged. The builder is as it was before that call and can go on.
+        RuntimeError: what was appended to has been replaced.
 
     Source: the ``.idx``/``.bin`` format of https://github.com/NVIDIA/Megatron-LM.
     """
 
     def __init__(
-        self, prefix: str | os.PathLike[str], dtype: DTypeLike, *, overwrite: bool = False
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: DTypeLike,
+        *,
+        overwrite: bool = False,
+        append: bool = False,
+        multimodal: bool = False,
+        tokenizer: str | None = None,
     ) -> None:
         self.prefix = os.fspath(prefix)
-        self.overwrite = overwrite
+        if "://" in self.prefix:
+            raise ValueError(f"prefix={self.prefix!r} must be on this machine; copy what it built")
+        if overwrite and append:
+            raise ValueError("overwrite=True and append=True must not be given together")
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
             names = ", ".join(dtype.name for dtype in CODES)
             raise ValueError(f"dtype={self.dtype.name} must be one of {names}")
-        self._refuse_existing()
+        self.multimodal = multimodal
+        self.tokenizer = tokenizer
+        self._append_mode = append
         self._lengths = array("i")
         self._document_indices = array("q", [0])
-        self._aside = f"{self.prefix}.{secrets.token_hex(4)}.tmp"
-        self._tokens = open(self._aside + ".bin", "xb", buffering=1 << 20)  # noqa: SIM115
-        self._discard = weakref.finalize(self, _remove, self._tokens, self._aside)
+        self._modes = array("b")
+        self._hashes = array("Q")
+        self._content = ContentHash()  # of the open document
+        self._files = Staging(self.prefix, overwrite=overwrite or append)
+        self._tokens = self._files.files[".bin"]
+        if append:
+            try:
+                self.add_index(self.prefix)
+            except BaseException:
+                self.discard()
+                raise
 
-    def add_item(self, tokens: ArrayLike) -> None:
+    def add_item(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Add one sequence to the open document."""
-        fitting = self._fitting(tokens)
-        self._append(fitting, [len(fitting)])
+        fitting, modes = self._fitting(tokens), self._fitting_modes([mode], 1)
+        self._append(fitting, [len(fitting)], modes)
 
     def end_document(self) -> None:
         """Close the document of all sequences added since the last one was closed."""
+        self._refuse_closed()
         self._document_indices.append(len(self._lengths))
+        self._hashes.append(self._content.value())
+        self._content = ContentHash()
 
-    def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
+    def add_document(
+        self,
+        tokens: ArrayLike,
+        lengths: Sequence[int] | None = None,
+        modes: Sequence[int] | None = None,
+    ) -> None:
         """Add a document of one sequence, or cut into sequences of ``lengths``, and close it."""
         fitting = self._fitting(tokens)
         lengths = [len(fitting)] if lengths is None else [index(length) for length in lengths]
@@ -90,28 +124,39 @@ class IndexedDatasetBuilder:
                 f"lengths of sum {sum(lengths)} must be 0 or more each and sum to the "
                 f"{len(fitting)} tokens given"
             )
-        self._append(fitting, lengths)
+        modes = self._fitting_modes([0] * len(lengths) if modes is None else modes, len(lengths))
+        self._append(fitting, lengths, modes)
         self.end_document()
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
         """Add all sequences and documents of another dataset, whose every entry is checked.
 
         Ids are copied by value: one of another dtype is converted, or refused if it does not
-        fit.
+        fit. Where the other has no modes and this one does, they are 0.
         """
+        self._refuse_closed()
         other = IndexedDataset(prefix)
+        self._refuse_to_merge(other)
         other.verify()
-        if other.sequence_modes is not None:
-            raise ValueError(f"{other.index_path}: has modes, which this builder does not write")
-        if self._open_sequences:
-            raise ValueError(
-                f"{self._open_sequences} sequences must be closed by end_document() "
-                f"before add_index({other.prefix!r})"
-            )
-        before = len(self._lengths)
-        self._append(self._fitting(other.tokens), other.sequence_lengths)
-        ends = other.document_indices[1:] + before
+        before, modes = len(self._lengths), other.sequence_modes
+        hashes = other.content_hashes()
+        if hashes is None or (other.dtype.kind == "f") != (self.dtype.kind == "f"):
+            hashes = hash_documents(other, self.dtype)
+        pieces = range(0, other.num_tokens, PIECE)
+        if not np.can_cast(other.dtype, self.dtype, "safe"):
+            for first in pieces:  # all fit before any is written
+                self._fitting(other.tokens[first : first + PIECE])
+        for first in pieces:
+            self._write(other.tokens[first : first + PIECE])
+        self._note(
+            np.asarray(other.sequence_lengths),
+            np.zeros(len(other), np.int8) if modes is None else np.asarray(modes),
+        )
+        ends = np.asarray(other.document_indices)[1:] + before
         self._document_indices.frombytes(ends.astype(np.int64).tobytes())
+        self._hashes.frombytes(hashes.astype(np.uint64).tobytes())
+        if self.tokenizer is None and other.manifest:
+            self.tokenizer = other.manifest.tokenizer
 
     def finish(self) -> None:
         """Publish the dataset; the builder takes nothing after it."""
@@ -121,17 +166,22 @@ class IndexedDatasetBuilder:
                 f"{self._open_sequences} sequences must be closed by end_document() before finish()"
             )
         try:
-            sync_file(self._tokens)
-            with open(self._aside + ".idx", "xb") as file:
-                self._write_index(file)
-                sync_file(file)
-            self._publish()
+            write_index(
+                self._files.create(".idx"),
+                self.dtype,
+                np.frombuffer(self._lengths, np.intc),
+                np.frombuffer(self._document_indices, np.int64),
+                np.frombuffer(self._modes, np.int8) if self.multimodal else None,
+            )
+            hashes = np.frombuffer(self._hashes, np.uint64)
+            self._files.create(".hashes").write(hashes.astype("<u8").data)
+            self._files.publish(self._manifest, grown=self._append_mode)
         finally:
-            self._discard()
+            self.discard()
 
     def discard(self) -> None:
         """Remove what was written aside; nothing is published."""
-        self._discard()
+        self._files.discard()
 
     def __enter__(self) -> "IndexedDatasetBuilder":
         return self
@@ -143,7 +193,7 @@ class IndexedDatasetBuilder:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if kind is None and self._discard.alive:
+            if kind is None and self._files.alive:
                 self.finish()
         finally:
             self.discard()
@@ -173,71 +223,65 @@ class IndexedDatasetBuilder:
                 )
         return given
 
-    def _append(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Write tokens that fit and note their lengths, or discard everything."""
+    def _fitting_modes(self, modes: Sequence[int], sequences: int) -> list[int]:
+        """Return the modes of some sequences, which all fit int8."""
+        fitting = [index(mode) for mode in modes]
+        if len(fitting) != sequences:
+            raise ValueError(f"modes={fitting} must be one for each of the {sequences} sequences")
+        for mode in fitting:
+            if not -128 <= mode <= 127:
+                raise ValueError(f"mode={mode} must be between -128 and 127")
+            if mode and not self.multimodal:
+                raise ValueError(f"mode={mode} needs multimodal=True")
+        return fitting
+
+    def _append(self, tokens: np.ndarray, lengths: Sequence[int], modes: Sequence[int]) -> None:
+        """Write tokens that fit, and note their lengths and modes, or discard everything."""
         self._refuse_closed()
-        if (longest := np.max(lengths, initial=0)) > LONGEST_SEQUENCE:
+        if (longest := max(lengths, default=0)) > LONGEST_SEQUENCE:
             raise ValueError(f"a sequence of {longest} tokens must have at most {LONGEST_SEQUENCE}")
+        for first in range(0, len(tokens), PIECE):
+            piece = tokens[first : first + PIECE]
+            self._write(piece)
+            self._content.update(piece.astype(self.dtype, copy=False))
+        self._note(np.array(lengths, np.intc), np.array(modes, np.int8))
+
+    def _write(self, tokens: np.ndarray) -> None:
         try:
-            for first in range(0, len(tokens), PIECE):
-                piece = tokens[first : first + PIECE]
-                self._tokens.write(np.ascontiguousarray(piece, self.dtype).data)
+            self._tokens.write(np.ascontiguousarray(tokens, self.dtype).data)
         except BaseException:  # part of the bytes may be in the file: later tokens would shift
-            self._discard()
+            self.discard()
             raise
-        self._lengths.frombytes(np.asarray(lengths, np.intc).tobytes())
 
-    def _write_index(self, file: BinaryIO) -> None:
-        lengths = np.frombuffer(self._lengths, np.intc)
-        documents = np.frombuffer(self._document_indices, np.int64)
-        code = CODES[self.dtype]
-        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
-        file.write(lengths.astype("<i4").data)
-        file.write(pointers(lengths, self.dtype.itemsize).astype("<i8").data)
-        file.write(documents.astype("<i8").data)
+    def _note(self, lengths: np.ndarray, modes: np.ndarray) -> None:
+        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
+        self._modes.frombytes(modes.astype(np.int8).tobytes())
 
-    def _publish(self) -> None:
-        """Rename both files into place, the index last."""
-        self._refuse_existing()
-        index_path, token_path = self.prefix + ".idx", self.prefix + ".bin"
-        folder = os.path.dirname(self.prefix) or "."
-        if self.overwrite:
-            for path in (index_path, token_path):
-                if os.path.exists(path):
-                    os.remove(path)
-                    sync_folder(folder)
-        with open(token_path, "xb"):  # claims the name: of two builders one fails here
-            pass
-        try:
-            os.replace(self._aside + ".bin", token_path)
-            sync_folder(folder)
-            os.replace(self._aside + ".idx", index_path)
-        except BaseException:
-            os.remove(token_path)
-            raise
-        sync_folder(folder)
+    def _refuse_to_merge(self, other: IndexedDataset) -> None:
+        if self._open_sequences:
+            raise ValueError(
+                f"{self._open_sequences} sequences must be closed by end_document() "
+                f"before add_index({other.prefix!r})"
+            )
+        if other.sequence_modes is not None and not self.multimodal:
+            raise ValueError(f"{other.index_path}: has modes, which needs multimodal=True")
+        theirs = other.manifest.tokenizer if other.manifest else None
+        if None not in (theirs, self.tokenizer) and theirs != self.tokenizer:
+            raise ValueError(
+                f"{other.prefix}: its tokenizer {theirs!r} must be {self.tokenizer!r} as before"
+            )
 
-    def _refuse_existing(self) -> None:
-        for path in (self.prefix + ".idx", self.prefix + ".bin"):
-            if os.path.exists(path) and not self.overwrite:
-                raise FileExistsError(f"{path} exists; overwrite=True replaces the dataset")
+    def _manifest(self, files: dict[str, FileRecord]) -> Manifest:
+        return Manifest(
+            build=self._files.build,
+            dtype=self.dtype.name,
+            num_sequences=len(self._lengths),
+            num_documents=len(self._document_indices) - 1,
+            num_tokens=files[".bin"].size // self.dtype.itemsize,
+            tokenizer=self.tokenizer,
+            files=files,
+        )
 
     def _refuse_closed(self) -> None:
-        if not self._discard.alive:
+        if not self._files.alive:
             raise ValueError(f"the builder of {self.prefix} is finished or discarded")
-
-
-def pointers(lengths: np.ndarray, itemsize: int) -> np.ndarray:
-    """Return the byte at which each sequence begins, [S] int64."""
-    ends = np.cumsum(lengths, dtype=np.int64) * itemsize
-    return np.concatenate(([0], ends[:-1])) if len(ends) else ends
-
-
-def _remove(tokens: BinaryIO, aside: str) -> None:
-    """Close and remove what a builder wrote aside."""
-    try:
-        tokens.close()
-    finally:
-        for path in (aside + ".bin", aside + ".idx"):
-            if os.path.exists(path):
-                os.remove(path)

@@ -4,78 +4,86 @@ The format of Megatron-LM, which most of the field reads and writes; docs/indexe
 has it byte by byte. Dimensions: S sequences, D documents (a document is a run of sequences).
 """
 
-import mmap
 import os
-import struct
 from bisect import bisect_left
-from typing import NoReturn, overload
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import Any, overload
 
 import numpy as np
+import xxhash
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D + 1
-DTYPES = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
+from megablocks_core.data.index_file import (
+    CHECKED_ON_OPEN,
+    HEADER,
+    fault_at_the_ends,
+    fault_inside,
+    read_layout,
+)
+from megablocks_core.data.manifest import SUFFIX
+from megablocks_core.data.mapped import MappedFile, read_file
+from megablocks_core.data.publish import open_ending, open_published
+from megablocks_core.data.remote import RemoteFiles
 
-# An index with more entries than this is checked at both ends only when it is opened, so that
-# a hundred million documents open at once; `verify` checks every entry of any index.
-CHECKED_ON_OPEN = 1 << 20
+CACHE_BYTES = 1 << 28
+HASHED_AT_A_TIME = 1 << 24  # bytes
+SAMPLED, SAMPLE_BYTES = 64, 1 << 14  # of each file without a manifest, for the fingerprint
 
 
 class IndexedDataset:
-    """Read-only, memory-mapped token sequences ``prefix.bin`` with their index ``prefix.idx``.
+    """Read-only token sequences ``prefix.bin`` with their index ``prefix.idx``.
 
-    ``dataset[i]`` is sequence ``i`` and ``dataset[a:b]`` a list of them, each a view of the
-    mapped file: nothing is copied. The token dtype is the one in the header, always. Pickles
-    as its prefix.
+    ``dataset[i]`` is sequence ``i`` and ``dataset[a:b]`` a list of them. Files on this machine
+    are mapped: every array is a view and nothing is copied. ``prefix`` may also be a URL of any
+    kind that fsspec knows, such as ``s3://bucket/corpus``: then the same names give copies, read
+    in ranges through a cache of ``cache_bytes``, with ``storage_options`` for the file system.
+    The token dtype is the one in the header, always. Pickles as its prefix.
 
     Shapes: ``tokens`` [num_tokens] all sequences end to end; ``sequence_lengths`` [S] int32;
     ``sequence_pointers`` [S] int64, the byte at which each sequence begins;
     ``document_indices`` [D + 1] int64, the sequence at which each document begins, ending
-    with S; ``sequence_modes`` [S] int8 or ``None`` where the file has none.
+    with S; ``sequence_modes`` [S] int8 or ``None`` where the file has none; ``manifest`` what
+    the builder recorded, or ``None`` where another tool wrote the files.
 
     Sends nothing; every rank opens the files for itself.
 
     Raises:
         ValueError: the files are damaged or do not belong together; names the file, what it
             says and what it must say.
+        OSError: a remote file gave fewer bytes than asked for, or no answer after several tries.
 
     Source: the ``.idx``/``.bin`` format of https://github.com/NVIDIA/Megatron-LM.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
         self.prefix = os.fspath(prefix)
         self.index_path = self.prefix + ".idx"
         self.token_path = self.prefix + ".bin"
-        index, tokens = _map(self.index_path), _map(self.token_path)
-        self.dtype, num_sequences, num_indices = _read_header(index, self.index_path)
+        self._options = {"storage_options": storage_options, "cache_bytes": cache_bytes}
+        self._open_file, read = MappedFile, read_file
+        if "://" in self.prefix:
+            files = RemoteFiles(self.prefix, **self._options)
+            self._open_file, read = files.open, files.read
+        self.manifest, index, tokens = open_published(self._open_file, read, self.prefix)
+        self._index_file, self._token_file = index, tokens
 
-        sizes = (4 * num_sequences, 8 * num_sequences, 8 * num_indices, num_sequences)
-        *ends, plain, with_modes = _cumulative(HEADER.size, sizes)
-        if len(index) not in (plain, with_modes):
-            raise ValueError(
-                f"{self.index_path}: holds {len(index)} bytes, must hold {plain} for its "
-                f"{num_sequences} sequences and {num_indices} document indices "
-                f"({with_modes} with modes)"
-            )
-        self.sequence_lengths = index[ends[0] : ends[1]].view("<i4")
-        self.sequence_pointers = index[ends[1] : ends[2]].view("<i8")
-        self.document_indices = index[ends[2] : plain].view("<i8")
-        self.sequence_modes = index[plain:].view("i1") if len(index) > plain else None
-
-        self._check_ends(len(tokens))
-        self.tokens = tokens.view(self.dtype)
-        if num_sequences + num_indices <= CHECKED_ON_OPEN:
-            self.verify()
+        layout = read_layout(bytes(index.read(0, HEADER.size)), index.size, self.index_path)
+        self.dtype = layout.dtype
+        self.sequence_lengths = index.array("<i4", *layout.lengths)
+        self.sequence_pointers = index.array("<i8", *layout.pointers)
+        self.document_indices = index.array("<i8", *layout.documents)
+        self.sequence_modes = index.array("i1", *layout.modes) if layout.modes else None
+        self._refuse_if(fault_at_the_ends(self, tokens.size))
+        self.tokens = tokens.array(self.dtype, 0, tokens.size)
+        self._refuse_other_manifest()
+        if layout.num_sequences + layout.num_indices <= CHECKED_ON_OPEN:
+            self._refuse_if(fault_inside(self))
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +94,25 @@ class IndexedDataset:
     def num_documents(self) -> int:
         """Number of documents D, empty ones included."""
         return len(self.document_indices) - 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What names the content: the same for copies of the files, another for other tokens.
+
+        Made from the hashes in the manifest; without one, from the sizes and 64 pieces of each
+        file, which covers small files whole and costs the same for any size.
+        """
+        whole = xxhash.xxh3_128()
+        if self.manifest:
+            for ending in (".idx", ".bin"):
+                whole.update(self.manifest.files[ending].xxh3_128.encode())
+            return whole.hexdigest()
+        for file in (self._index_file, self._token_file):
+            whole.update(file.size.to_bytes(8, "little"))
+            last = max(file.size - SAMPLE_BYTES, 0)
+            for start in sorted({last * i // (SAMPLED - 1) for i in range(SAMPLED)}):
+                whole.update(file.read(start, start + SAMPLE_BYTES))
+        return whole.hexdigest()
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -131,54 +158,64 @@ class IndexedDataset:
         pointers = self.sequence_pointers[self.document_indices[first:last]]
         return np.unique(pointers) // self.dtype.itemsize
 
-    def verify(self) -> None:
-        """Check every entry of the index against its neighbours; ``ValueError`` if one is wrong.
+    def content_hashes(self) -> np.ndarray | None:
+        """Return the 64-bit hash of each document's ids, [D] uint64, as the builder recorded them.
 
-        Opening does the same, except for an index of more than a million entries. Works
-        through the index in pieces, so memory stays small.
+        ``None`` where another tool wrote the files.
+
+        Raises:
+            ValueError: the file that holds them is damaged, or of another build.
         """
-        itemsize, piece = self.dtype.itemsize, CHECKED_ON_OPEN
-        for first in range(0, len(self), piece):
-            lengths = self.sequence_lengths[first : first + piece].astype(np.int64)
-            begins = self.sequence_pointers[first : first + piece + 1]
-            ends = begins[: len(lengths)] + lengths * itemsize
-            if (wrong := _first(lengths < 0)) is not None:
-                self._refuse(f"sequence {first + wrong} has {lengths[wrong]} tokens, must have 0+")
-            if (wrong := _first(ends[: len(begins) - 1] != begins[1:])) is not None:
-                self._refuse(
-                    f"sequence {first + wrong + 1} begins at byte {begins[wrong + 1]}, must begin "
-                    f"at byte {ends[wrong]}, where sequence {first + wrong} ends"
-                )
-        for first in range(0, self.num_documents, piece):
-            indices = self.document_indices[first : first + piece + 1]
-            if (wrong := _first(indices[1:] < indices[:-1])) is not None:
-                self._refuse(
-                    f"document {first + wrong} ends at sequence {indices[wrong + 1]}, must not "
-                    f"end before sequence {indices[wrong]}, where it begins"
-                )
+        if self.manifest is None:
+            return None
+        path = self.prefix + ".hashes"
+        file = open_ending(self._open_file, self.prefix, self.manifest.build, ".hashes")
+        self._refuse_changed(file, ".hashes")
+        if file.size != 8 * self.num_documents:
+            raise ValueError(f"{path}: holds {file.size} bytes, must hold {8 * self.num_documents}")
+        return np.asarray(file.array("<u8", 0, file.size))
 
-    def _check_ends(self, num_bytes: int) -> None:
-        """Check what costs the same for any number of sequences."""
-        begins, ends = 0, 0
-        if len(self):
-            begins = int(self.sequence_pointers[0])
-            ends = (
-                int(self.sequence_pointers[-1])
-                + int(self.sequence_lengths[-1]) * self.dtype.itemsize
-            )
-        if begins != 0:
-            self._refuse(f"sequence 0 begins at byte {begins}, must begin at byte 0")
-        if ends != num_bytes:
+    def verify(self) -> None:
+        """Check every entry of the index against its neighbours and, by manifest, every byte.
+
+        ``ValueError`` if one is wrong. Opening checks the entries too, except for an index of
+        more than a million. Works in pieces, so memory stays small.
+        """
+        self._refuse_if(fault_inside(self))
+        if self.manifest:
+            self._refuse_changed(self._index_file, ".idx")
+            self._refuse_changed(self._token_file, ".bin")
+            self.content_hashes()
+
+    def _refuse_changed(self, file: Any, ending: str) -> None:
+        assert self.manifest
+        found = xxhash.xxh3_128()
+        for start in range(0, file.size, HASHED_AT_A_TIME):
+            found.update(file.read(start, start + HASHED_AT_A_TIME))
+        record = self.manifest.files[ending]
+        if (file.size, found.hexdigest()) != record:
             raise ValueError(
-                f"{self.token_path}: holds {num_bytes} bytes, must hold {ends} for the "
-                f"{len(self)} sequences of {self.dtype.name} that {self.index_path} lists"
+                f"{self.prefix}{ending}: holds {file.size} bytes of xxh3-128 {found.hexdigest()}, "
+                f"must hold {record.size} of {record.xxh3_128} by {self.prefix}{SUFFIX}"
             )
-        if not len(self.document_indices):
-            self._refuse("has 0 document indices, must have at least 1")
-        if (first := int(self.document_indices[0])) != 0:
-            self._refuse(f"document 0 begins at sequence {first}, must begin at sequence 0")
-        if (last := int(self.document_indices[-1])) != len(self):
-            self._refuse(f"documents end at sequence {last}, must end at sequence {len(self)}")
+
+    def _refuse_other_manifest(self) -> None:
+        """Compare what costs nothing; another tool may have replaced the files."""
+        if (said := self.manifest) is None:
+            return
+        facts = {
+            "dtype": (said.dtype, self.dtype.name),
+            "num_sequences": (said.num_sequences, len(self)),
+            "num_documents": (said.num_documents, self.num_documents),
+            "num_tokens": (said.num_tokens, self.num_tokens),
+            "the size of .idx": (said.files[".idx"].size, self._index_file.size),
+        }
+        for name, (recorded, found) in facts.items():
+            if recorded != found:
+                raise ValueError(
+                    f"{self.prefix}{SUFFIX}: says {name} is {recorded}, must be {found} as in the "
+                    f"files beside it; remove it if another tool replaced them"
+                )
 
     def _token_range(self, index: int) -> tuple[int, int]:
         """Return where a sequence lies in ``tokens``, checked against the one that follows."""
@@ -191,49 +228,15 @@ class IndexedDataset:
         follows = index + 1 < len(self)
         must = int(self.sequence_pointers[index + 1]) if follows else self.tokens.nbytes
         if length < 0 or stop != must or start % itemsize or not 0 <= start <= self.tokens.nbytes:
-            self._refuse(
+            self._refuse_if(
                 f"sequence {index} takes bytes {start} to {stop}, must take whole tokens "
                 f"and end at byte {must}"
             )
         return start // itemsize, stop // itemsize
 
-    def _refuse(self, fault: str) -> NoReturn:
-        raise ValueError(f"{self.index_path}: {fault}")
+    def _refuse_if(self, fault: str | None) -> None:
+        if fault:
+            raise ValueError(f"{self.index_path}: {fault}")
 
-    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str]]:
-        return type(self), (self.prefix,)
-
-
-def _map(path: str) -> np.ndarray:
-    """Map a file as read-only bytes."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size == 0:  # cannot be mapped
-            return np.frombuffer(b"", np.uint8)
-        return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
-
-
-def _read_header(index: np.ndarray, path: str) -> tuple[np.dtype, int, int]:
-    """Return the token dtype, the number of sequences and the number of document indices."""
-    if len(index) < HEADER.size:
-        raise ValueError(f"{path}: holds {len(index)} bytes, its header alone takes {HEADER.size}")
-    magic, version, code, num_sequences, num_indices = HEADER.unpack(index[: HEADER.size].tobytes())
-    if magic != MAGIC:
-        raise ValueError(f"{path}: begins with {magic!r}, must begin with {MAGIC!r}")
-    if version != VERSION:
-        raise ValueError(f"{path}: version {version} must be {VERSION}")
-    if code not in DTYPES:
-        raise ValueError(f"{path}: dtype code {code} must be one of {sorted(DTYPES)}")
-    return DTYPES[code], num_sequences, num_indices
-
-
-def _cumulative(start: int, sizes: tuple[int, ...]) -> list[int]:
-    ends = [start]
-    for size in sizes:
-        ends.append(ends[-1] + size)
-    return ends
-
-
-def _first(wrong: np.ndarray) -> int | None:
-    """Return the place of the first true entry."""
-    return int(wrong.argmax()) if wrong.any() else None
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), **self._options), (self.prefix,)

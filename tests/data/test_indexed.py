@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megablocks_core.data import IndexedDataset, indexed
+from megablocks_core.data import IndexedDataset, index_file, indexed
 
 CODES = ["B", "b", "h", "i", "q", "d", "f", "H"]  # struct letters of the dtype codes 1 to 8
 
@@ -222,6 +222,7 @@ def test_verify_in_pieces_sees_faults_at_their_borders(tmp_path, monkeypatch, pi
     index, tokens = files(SEQUENCES, DOCUMENTS)
     sound = write(tmp_path, index, tokens)
     monkeypatch.setattr(indexed, "CHECKED_ON_OPEN", piece)
+    monkeypatch.setattr(index_file, "CHECKED_ON_OPEN", piece)
     IndexedDataset(sound).verify()
     for fault in ("middle pointer", "length", "negative length", "documents not monotone"):
         damage, message = FAULTS[fault]
