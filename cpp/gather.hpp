@@ -4,10 +4,15 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <future>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#if defined(__SSE2__) && defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+#include "threads.hpp"
 
 namespace megablocks {
 
@@ -46,19 +51,44 @@ inline std::vector<Range> checked_ranges(const std::int64_t* starts, const std::
     return ranges;
 }
 
+// Converts `count` tokens. Where `out` as a whole is larger than the caches (`past_caches`) it is
+// written around them, which saves the reading of each line before it is overwritten.
+template <typename Token>
+void convert(const Token* from, std::int64_t count, std::int64_t* out, bool past_caches) {
+#if defined(__SSE2__) && defined(__x86_64__)
+    if (past_caches) {
+        if (count > 0 && reinterpret_cast<std::uintptr_t>(out) % 16) {
+            *out++ = *from++;
+            --count;
+        }
+        for (; count > 1; count -= 2, from += 2, out += 2) {
+            _mm_stream_si128(reinterpret_cast<__m128i*>(out), _mm_set_epi64x(from[1], from[0]));
+        }
+    }
+#else
+    (void)past_caches;
+#endif
+    std::copy(from, from + count, out);
+}
+
 // Fills out[begin, end), wherever in the ranges these two fall.
 template <typename Token>
 void copy_span(const Token* tokens, const std::vector<Range>& ranges, std::int64_t* out,
                std::int64_t begin, std::int64_t end) {
+    constexpr std::int64_t kCaches = 1 << 20;  // in 8-byte integers; beyond, streaming pays
+    const bool past_caches = ranges.back().target > kCaches;
     // The last range that starts at or before `begin`; empty ranges before it have nothing to copy.
     auto range = std::upper_bound(ranges.begin(), ranges.end(), begin,
                                   [](std::int64_t at, const Range& r) { return at < r.target; }) - 1;
     for (; begin < end; ++range) {
         const std::int64_t stop = std::min(end, range[1].target);
         const Token* from = tokens + range->source + (begin - range->target);
-        std::copy(from, from + (stop - begin), out + begin);
+        convert(from, stop - begin, out + begin, past_caches);
         begin = stop;
     }
+#if defined(__SSE2__) && defined(__x86_64__)
+    if (past_caches) _mm_sfence();  // what was written around the caches is seen by other threads
+#endif
 }
 
 // Every thread writes an equal share of `out`: a single long range is shared as well as many short.
@@ -67,18 +97,10 @@ void gather(const Token* tokens, const std::vector<Range>& ranges, std::int64_t*
             std::int64_t threads) {
     constexpr std::int64_t kWorthAThread = 1 << 20;  // about 0.4 ms of copying
     const std::int64_t size = ranges.back().target;
-    threads = std::clamp(size / kWorthAThread, std::int64_t{1}, threads);
-    const auto edge = [=](std::int64_t thread) {
-        return thread == threads ? size : size / threads * thread;
-    };
-    std::vector<std::future<void>> others;  // their destructors wait, also when an exception leaves
-    for (std::int64_t thread = 1; thread < threads; ++thread) {
-        others.push_back(std::async(std::launch::async, [&, thread] {
-            copy_span(tokens, ranges, out, edge(thread), edge(thread + 1));
-        }));
-    }
-    copy_span(tokens, ranges, out, 0, edge(1));
-    for (auto& other : others) other.get();
+    share(size, threads_worth(size, kWorthAThread, threads),
+          [&](std::int64_t, std::int64_t begin, std::int64_t end) {
+              copy_span(tokens, ranges, out, begin, end);
+          });
 }
 
 }  // namespace megablocks

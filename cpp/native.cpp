@@ -3,7 +3,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include "blend_order.hpp"
 #include "gather.hpp"
+#include "packing.hpp"
+#include "permutation.hpp"
+#include "sample_index.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -12,14 +16,24 @@ namespace {
 
 template <typename Element>
 using Vector = nb::ndarray<Element, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename Element>
+using Pairs = nb::ndarray<Element, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+
+void require(bool holds, const char* rule) {
+    if (!holds) throw std::invalid_argument(rule);
+}
+
+void require_threads(std::int64_t threads) {
+    if (threads < 1) {
+        throw std::invalid_argument("threads=" + std::to_string(threads) + " must be at least 1");
+    }
+}
 
 template <typename Token>
 void gather_tokens(Vector<const Token> tokens, Vector<const std::int64_t> starts,
                    Vector<const std::int64_t> lengths, Vector<std::int64_t> out,
                    std::int64_t threads) {
-    if (threads < 1) {
-        throw std::invalid_argument("threads=" + std::to_string(threads) + " must be at least 1");
-    }
+    require_threads(threads);
     if (starts.size() != lengths.size()) {
         throw std::invalid_argument("starts.size=" + std::to_string(starts.size()) +
                                     " must equal lengths.size=" + std::to_string(lengths.size()));
@@ -31,6 +45,82 @@ void gather_tokens(Vector<const Token> tokens, Vector<const std::int64_t> starts
     megablocks::gather(tokens.data(), ranges, out.data(), threads);
 }
 
+bool permute(Vector<const std::int64_t> places, Vector<const std::uint64_t> keys, int low_bits,
+             int high_bits, std::uint64_t size, Vector<std::int64_t> out, std::int64_t threads) {
+    require_threads(threads);
+    require(0 <= high_bits && high_bits <= low_bits && low_bits <= 32 && 1 <= low_bits,
+            "low_bits and high_bits must be halves of at most 64 bits");
+    require(size > 0 && (low_bits + high_bits == 64 || size <= 1ull << (low_bits + high_bits)),
+            "size must be at least 1 and fit the bits");
+    require(keys.size() % 2 == 0, "keys must come in pairs");
+    require(places.size() == out.size(), "out.size must equal places.size");
+    const auto mask = [](int bits) { return (std::uint64_t{1} << bits) - 1; };
+    const megablocks::Network network{{keys.data(), keys.data() + keys.size()},
+                                      low_bits,
+                                      mask(low_bits),
+                                      mask(high_bits),
+                                      size};
+    nb::gil_scoped_release released;
+    return megablocks::permute(network, places.data(), out.data(),
+                               static_cast<std::int64_t>(places.size()), threads);
+}
+
+template <typename Document, typename Index>
+void build_sample_index(Vector<const std::int32_t> lengths, Vector<const Document> document_index,
+                        std::int64_t sequence_length, std::int64_t extra, std::int64_t num_tokens,
+                        Pairs<Index> out, std::int64_t threads) {
+    require_threads(threads);
+    const auto num_samples = static_cast<std::int64_t>(out.shape(0)) - 1;
+    require(0 <= num_samples && 1 <= sequence_length && (extra == 0 || extra == 1),
+            "out, sequence_length and extra must be those of a sample index");
+    require(num_samples == 0 || (num_tokens > extra &&
+            (num_samples - 1) <= (num_tokens - extra - 1) / sequence_length),
+            "out must have a row for each sample that begins in num_tokens, and one");
+    const megablocks::Stream<Document> stream{
+        lengths.data(), static_cast<std::int64_t>(lengths.size()), document_index.data(),
+        static_cast<std::int64_t>(document_index.size())};
+    nb::gil_scoped_release released;
+    megablocks::build_sample_index(stream, sequence_length, extra, num_tokens, num_samples,
+                                   out.data(), threads);
+}
+
+template <typename Source>
+void blend(Vector<const double> weights, nb::object sizes, Vector<Source> source,
+           Vector<std::int64_t> index) {
+    require(weights.size() > 0, "weights must not be empty");
+    require(weights.size() - 1 <= static_cast<std::size_t>(std::numeric_limits<Source>::max()),
+            "weights must not be more than source.dtype can number");
+    require(source.size() == index.size(), "source.size must equal index.size");
+    const auto size = static_cast<std::int64_t>(source.size());
+    Vector<const std::int64_t> limits;
+    if (!sizes.is_none()) {
+        limits = nb::cast<Vector<const std::int64_t>>(sizes, false);
+        require(limits.size() == weights.size(), "sizes.size must equal weights.size");
+        std::int64_t left = size;
+        for (std::size_t each = 0; each < limits.size(); ++each) {
+            const std::int64_t limit = limits.data()[each];
+            require(0 < limit && limit <= left, "sizes must be above 0 and add up to source.size");
+            left -= limit;
+        }
+        require(left == 0, "sizes must be above 0 and add up to source.size");
+    }
+    nb::gil_scoped_release released;
+    megablocks::blend(weights.data(), sizes.is_none() ? nullptr : limits.data(), weights.size(),
+                      size, source.data(), index.data());
+}
+
+void first_fit(Vector<const std::int64_t> lengths, std::int64_t capacity,
+               Vector<std::int64_t> bins) {
+    require(lengths.size() == bins.size(), "bins.size must equal lengths.size");
+    const auto count = static_cast<std::int64_t>(lengths.size());
+    for (std::int64_t item = 0; item < count; ++item) {
+        const std::int64_t length = lengths.data()[item];
+        require(0 <= length && length <= capacity, "lengths must be 0 to capacity");
+    }
+    nb::gil_scoped_release released;
+    megablocks::first_fit(lengths.data(), count, capacity, bins.data());
+}
+
 // One overload a token type. Arguments are never converted: `out` must be the caller's own array.
 template <typename... Tokens>
 void define_gather_tokens(nb::module_& m) {
@@ -40,9 +130,32 @@ void define_gather_tokens(nb::module_& m) {
      ...);
 }
 
+template <typename Document, typename Index>
+void define_build_sample_index(nb::module_& m) {
+    m.def("build_sample_index", &build_sample_index<Document, Index>, "lengths"_a.noconvert(),
+          "document_index"_a.noconvert(), nb::kw_only(), "sequence_length"_a, "extra"_a,
+          "num_tokens"_a, "out"_a.noconvert(), "threads"_a = 1);
+}
+
+template <typename... Sources>
+void define_blend(nb::module_& m) {
+    (m.def("blend", &blend<Sources>, "weights"_a.noconvert(), "sizes"_a.none(), nb::kw_only(),
+           "source"_a.noconvert(), "index"_a.noconvert()),
+     ...);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
     define_gather_tokens<std::uint16_t, std::int32_t, std::uint8_t, std::int64_t, std::int16_t,
                          std::int8_t>(m);
+    define_build_sample_index<std::int32_t, std::int32_t>(m);
+    define_build_sample_index<std::int32_t, std::int64_t>(m);
+    define_build_sample_index<std::int64_t, std::int32_t>(m);
+    define_build_sample_index<std::int64_t, std::int64_t>(m);
+    define_blend<std::int16_t, std::int32_t>(m);
+    m.def("permute", &permute, "places"_a.noconvert(), nb::kw_only(), "keys"_a.noconvert(),
+          "low_bits"_a, "high_bits"_a, "size"_a, "out"_a.noconvert(), "threads"_a = 1);
+    m.def("first_fit", &first_fit, "lengths"_a.noconvert(), nb::kw_only(), "capacity"_a,
+          "bins"_a.noconvert());
 }
