@@ -8,10 +8,7 @@ serves where the package was installed without a compiler.
 import numpy as np
 from numpy.typing import NDArray
 
-try:
-    import megablocks_core._native as _native
-except ModuleNotFoundError:  # a pure wheel; an extension that is there and broken still raises
-    _native = None
+from megablocks_core.data.extension import native as _native
 
 TOKEN_DTYPES = tuple(map(np.dtype, ("uint8", "int8", "uint16", "int16", "int32", "int64")))
 

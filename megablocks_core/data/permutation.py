@@ -4,12 +4,16 @@ A Feistel network over the smallest power of two that holds the range, walked un
 inside: any place of the shuffled order costs a fixed few steps of integer arithmetic and no
 memory, and is the same on every machine. Networks: Luby and Rackoff, SIAM J. Comput. 17
 (1988). Walking: Black and Rogaway, CT-RSA 2002, section 3. The mixer is the finalizer of
-SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). Arrays of places go through the extension
+(``cpp/permutation.hpp``), without the interpreter lock; one place, and all of them where there is
+no extension, through the same few lines of integer arithmetic.
 """
 
 from typing import Any, overload
 
 import numpy as np
+
+from megablocks_core.data.extension import native as _native
 
 WORD = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -20,12 +24,13 @@ class Permutation:
     """A bijection of ``range(size)`` chosen by ``(seed, epoch)``.
 
     ``permutation(i)`` is the element at place ``i`` of the shuffled order: an int for an int,
-    an array [any shape] of int64 for an array.
+    an array [any shape] of int64 for an array. A second of its ``threads`` starts at 32,768 places.
 
     Sends nothing; every rank computes the same order.
 
     Raises:
-        ValueError: ``size`` outside 1 to 2**63, ``seed`` or ``epoch`` outside 0 to 2**64 - 1.
+        ValueError: ``size`` outside 1 to 2**63, ``seed`` or ``epoch`` outside 0 to 2**64 - 1,
+            ``threads`` below 1.
         IndexError: a place outside ``range(size)``.
 
     Source: see the module.
@@ -51,13 +56,15 @@ class Permutation:
         self._keys = [_mix(key + GOLDEN * place & WORD) for place in range(1, rounds + 1)]
 
     @overload
-    def __call__(self, place: int) -> int: ...
+    def __call__(self, place: int, *, threads: int = 1) -> int: ...
     @overload
-    def __call__(self, place: np.ndarray) -> np.ndarray: ...
-    def __call__(self, place: int | np.ndarray) -> int | np.ndarray:
+    def __call__(self, place: np.ndarray, *, threads: int = 1) -> np.ndarray: ...
+    def __call__(self, place: int | np.ndarray, *, threads: int = 1) -> int | np.ndarray:
         """Return what stands at a place of the shuffled order, or at each of many places."""
+        if threads < 1:
+            raise ValueError(f"threads={threads} must be at least 1")
         if isinstance(place, np.ndarray):
-            return self._shuffle_array(place)
+            return self._shuffle_array(place, threads)
         if not 0 <= place < self.size:
             raise IndexError(f"place {place} of a permutation of {self.size}")
         value = self._stir(int(place))
@@ -65,10 +72,27 @@ class Permutation:
             value = self._stir(value)
         return value
 
-    def _shuffle_array(self, places: np.ndarray) -> np.ndarray:
+    def _shuffle_array(self, places: np.ndarray, threads: int) -> np.ndarray:
         least, greatest = int(places.min(initial=0)), int(places.max(initial=0))
         if least < 0 or greatest >= self.size:
             raise IndexError(f"places {least} to {greatest} of a permutation of {self.size}")
+        if _native is None:
+            return self._shuffle_numpy(places)
+        out = np.empty(places.size, np.int64)
+        inside = _native.permute(
+            np.ascontiguousarray(places.ravel(), np.int64),
+            keys=np.array(self._keys, np.uint64),
+            low_bits=self._low_bits,
+            high_bits=self._high.bit_length(),
+            size=self.size,
+            out=out,
+            threads=threads,
+        )
+        if not inside:  # the caller changed them meanwhile
+            raise IndexError(f"a place outside a permutation of {self.size}")
+        return out.reshape(places.shape)
+
+    def _shuffle_numpy(self, places: np.ndarray) -> np.ndarray:
         values = self._stir(places.astype(np.uint64).ravel())
         while (outside := np.flatnonzero(values >= self.size)).size:
             values[outside] = self._stir(values[outside])
