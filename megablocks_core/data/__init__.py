@@ -16,10 +16,15 @@ from megablocks_core.data.indexed import IndexedDataset as IndexedDataset
 from megablocks_core.data.loader import Loader as Loader
 from megablocks_core.data.loader import Step as Step
 from megablocks_core.data.loader import as_tensors as as_tensors
+from megablocks_core.data.megatron_order import MegatronOrder as MegatronOrder
+from megablocks_core.data.packing import Bins as Bins
+from megablocks_core.data.packing import first_fit_decreasing as first_fit_decreasing
 from megablocks_core.data.permutation import Permutation as Permutation
 from megablocks_core.data.place import Place as Place
+from megablocks_core.data.split import SequenceSplit as SequenceSplit
 from megablocks_core.data.split import Split as Split
 from megablocks_core.data.split import split_documents as split_documents
+from megablocks_core.data.split import split_sequences as split_sequences
 from megablocks_core.data.texts import read_texts as read_texts
 from megablocks_core.data.texts import shuffled_pieces as shuffled_pieces
 from megablocks_core.data.texts import standard_library as standard_library

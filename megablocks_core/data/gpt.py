@@ -14,6 +14,7 @@ import numpy as np
 from megablocks_core.data.fingerprint import facts_of_split, fingerprint
 from megablocks_core.data.gather import gather_tokens, gather_tokens_numpy
 from megablocks_core.data.indexed import IndexedDataset
+from megablocks_core.data.megatron_order import MegatronIndex, MegatronOrder
 from megablocks_core.data.native_order import NativeOrder
 from megablocks_core.data.place import Place
 from megablocks_core.data.split import Split
@@ -63,7 +64,7 @@ class GPTDataset:
         sequence_length: int,
         *,
         seed: int,
-        order: str = "native",
+        order: str | MegatronOrder = "native",
         split: Split | None = None,
         num_samples: int | None = None,
         cross_document_loss: bool = True,
@@ -71,8 +72,9 @@ class GPTDataset:
         restart_positions: bool = True,
         end_token: int | None = None,
     ) -> None:
-        if order != "native":
-            raise ValueError(f"order={order!r} must be 'native'")
+        order = MegatronOrder() if order == "megatron" else order
+        if order != "native" and not isinstance(order, MegatronOrder):
+            raise ValueError(f"order={order!r} must be 'native', 'megatron' or a MegatronOrder")
         if indexed.dtype.kind not in "iu":
             raise ValueError(f"indexed.dtype={indexed.dtype.name} must be an integer type")
         if sequence_length < 1:
@@ -81,14 +83,24 @@ class GPTDataset:
         self.indexed = indexed
         self.sequence_length = sequence_length
         self.seed = seed
-        self.order = order
+        self.order = "native" if order == "native" else "megatron"
         self.split = split or Split("all", range(indexed.num_documents))
         self.cross_document_loss = cross_document_loss
         self.cross_document_attention = cross_document_attention
         self.restart_positions = restart_positions
         self.end_token = end_token
         # An order turns sample numbers into parts of documents, S + 1 tokens a sample.
-        self._order = NativeOrder(indexed, sequence_length, seed=seed, split=self.split)
+        if isinstance(order, MegatronOrder):
+            self._order = MegatronIndex(
+                indexed,
+                sequence_length,
+                seed=seed,
+                split=self.split,
+                num_samples=num_samples,
+                order=order,
+            )
+        else:
+            self._order = NativeOrder(indexed, sequence_length, seed=seed, split=self.split)
         self.samples_per_epoch = self._order.samples_per_epoch
         self._length = self.samples_per_epoch if num_samples is None else num_samples
 
@@ -108,7 +120,7 @@ class GPTDataset:
             split=facts_of_split(self.split),
             sequence_length=self.sequence_length,
             seed=self.seed,
-            order=self.order,
+            order=self._order.facts,
             cross_document_loss=self.cross_document_loss,
             cross_document_attention=self.cross_document_attention,
             restart_positions=self.restart_positions,
@@ -118,6 +130,11 @@ class GPTDataset:
     def resized(self, num_samples: int) -> "GPTDataset":
         """Return the same samples in the same order, but as many as this."""
         _check_count(num_samples)
+        if isinstance(self._order, MegatronIndex) and num_samples > self._order.num_samples:
+            raise ValueError(
+                f"num_samples={num_samples} must be at most {self._order.num_samples}: in the "
+                f"order 'megatron' more of them come in another order"
+            )
         other = copy.copy(self)
         other._length = num_samples
         return other

@@ -3,7 +3,6 @@
 Dimensions: L sequences of the split, E epochs, T tokens of an epoch, S sequence length, n samples.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.sample_index import build, count_samples
-from megablocks_core.data.split import Split, split_documents
+from megablocks_core.data.split import SequenceSplit, Split
 from megablocks_core.data.stream import Parts
 
 LEAST_SEPARATE = 0.80  # an epoch drawn on for less than this share of it is shuffled by itself
@@ -28,25 +27,6 @@ class MegatronOrder:
 
     extra_token: bool = True
     drop_last: bool = True
-
-
-class SequenceSplit(Split):
-    """A split whose numbers are those of sequences instead of documents."""
-
-
-def split_sequences(
-    indexed: IndexedDataset,
-    weights: str | Sequence[float],
-    *,
-    names: Sequence[str] = ("train", "valid", "test"),
-) -> dict[str, Split]:
-    """Cut the sequences as the reference does, by the rule of ``split_documents``.
-
-    Only the order ``"megatron"`` takes such a split. Where each document is one sequence, as
-    usual, it is the same as ``split_documents``; elsewhere a document may be cut in two.
-    """
-    splits = split_documents(len(indexed), weights, names=names)
-    return {name: SequenceSplit(*split) for name, split in splits.items()}
 
 
 class MegatronIndex:
@@ -90,10 +70,10 @@ class MegatronIndex:
         counts = {"extra_token": order.extra_token, "drop_last": order.drop_last}
         self.samples_per_epoch = count_samples(tokens, sequence_length, **counts)
         if tokens < 2 or (num_samples is None and self.samples_per_epoch < 1):
+            whole = sequence_length + order.extra_token if order.drop_last else 2
             raise ValueError(
                 f"split {split.name!r} of {len(lengths)} sequences holds {tokens} tokens, must "
-                f"hold at least {max(2, sequence_length + order.extra_token)} for a sample of "
-                f"sequence_length={sequence_length}"
+                f"hold at least {max(2, whole)} for a sample of sequence_length={sequence_length}"
             )
         self.num_epochs, self.shuffled_apart = 1, False
         before = 0  # samples that end before the last epoch
@@ -158,7 +138,7 @@ class MegatronIndex:
         opens = np.ones(len(windows), bool)
         opens[1:] = windows[1:] != windows[:-1]
         before = (ends - lengths)[opens]
-        columns = ends - lengths - before.repeat(np.bincount(windows)[windows[opens]])
+        columns = ends - lengths - before.repeat(np.bincount(windows))
         sequences = self._numbers(relative)
         pointers = self._indexed.sequence_pointers[sequences] // self._indexed.dtype.itemsize
         documents, within = sequences, offsets

@@ -31,6 +31,7 @@ class NativeOrder:
                 f"{self.stream.num_tokens} tokens, must hold at least {sequence_length + 1} for "
                 f"one sample of sequence_length={sequence_length}"
             )
+        self.facts = "native"
         self._permutation = Permutation(self.samples_per_epoch, seed=seed, epoch=0)
 
     def parts(self, samples: np.ndarray) -> Parts:

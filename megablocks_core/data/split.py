@@ -21,6 +21,10 @@ class Split(NamedTuple):
     offsets: np.ndarray | None = None
 
 
+class SequenceSplit(Split):
+    """A split whose numbers are those of sequences instead of documents."""
+
+
 def split_documents(
     num_documents: int,
     weights: str | Sequence[float],
@@ -56,3 +60,18 @@ def split_documents(
         name: Split(name, range(first, last))
         for name, first, last in zip(names, bounds[:-1], bounds[1:], strict=True)
     }
+
+
+def split_sequences(
+    num_sequences: int,
+    weights: str | Sequence[float],
+    *,
+    names: Sequence[str] = ("train", "valid", "test"),
+) -> dict[str, Split]:
+    """Cut ``range(num_sequences)`` as Megatron-LM does, by the rule of ``split_documents``.
+
+    Only the order ``"megatron"`` takes such a split. Where each document is one sequence, as
+    usual, it is the same as ``split_documents``; elsewhere it may cut a document in two.
+    """
+    splits = split_documents(num_sequences, weights, names=names)
+    return {name: SequenceSplit(*split) for name, split in splits.items()}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megablocks_core.data.indexed import IndexedDataset
-from megablocks_core.data.split import Split
+from megablocks_core.data.split import SequenceSplit, Split
 
 # A contiguous split of up to this many documents keeps their offsets in memory (8 MB), which finds
 # documents twenty times faster; a larger one is searched in the mapped index.
@@ -39,6 +39,8 @@ class Stream:
     """
 
     def __init__(self, indexed: IndexedDataset, split: Split) -> None:
+        if isinstance(split, SequenceSplit):
+            raise ValueError(f"split {split.name!r} of sequences needs order='megatron'")
         self.indexed, self.split = indexed, split
         self._offsets: np.ndarray | None = None
         documents = split.documents

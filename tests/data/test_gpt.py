@@ -203,7 +203,7 @@ def test_samples_out_of_range_raise(stream):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"order": "megatron"}, "order='megatron' must be 'native'"),
+        ({"order": "other"}, "order='other' must be 'native', 'megatron'"),
         ({"sequence_length": 0}, "sequence_length=0 must be at least 1"),
         ({"num_samples": 0}, "num_samples=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be between 0 and"),
