@@ -223,7 +223,8 @@ def merge_exponentials(top_Pn: Tensor, *sums_Pn: Tensor) -> list[Tensor]:
 
 
 def maxima(x_nb: Tensor) -> Tensor:
-    """The largest logit of each token; of no columns the lowest number there is."""
+    """The largest logit of each token; the lowest number there is where none is above it."""
+    lowest = torch.finfo(x_nb.dtype).min
     if x_nb.shape[-1] == 0:
-        return x_nb.new_full(x_nb.shape[:-1], torch.finfo(x_nb.dtype).min)
-    return x_nb.amax(-1)
+        return x_nb.new_full(x_nb.shape[:-1], lowest)
+    return x_nb.amax(-1).clamp_(min=lowest)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megablocks_core.groups import Group, chunk_slice
+from megablocks_core.parallel.checks import check_positive, check_reduction, check_vocab_size
 from megablocks_core.parallel.head_gradients import Gradients, Wanted
 from megablocks_core.parallel.head_loss import HeadLoss
 
@@ -59,6 +60,8 @@ def check_head(
         raise ValueError(
             f"hidden of {hidden.dtype} and weight of {weight.dtype} must be floating-point numbers"
         )
+    if bias is not None and not bias.is_floating_point():
+        raise ValueError(f"bias of {bias.dtype} must be floating-point numbers")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
             f"bias of shape {tuple(bias.shape)} must have an entry for each of {len(weight)} rows"
@@ -73,6 +76,13 @@ def check_head(
             f"{name} of shape {tuple(tokens)} must be those of {whose}, and hidden of shape "
             f"{tuple(hidden.shape)} must have the shape {tuple(own)} and one more dimension"
         )
+
+
+def check_options(vocab_size: int | None, soft_cap: float | None, reduction: str) -> None:
+    """Raise unless the options that all losses of heads have are right."""
+    check_vocab_size(vocab_size)
+    check_positive("soft_cap", soft_cap)
+    check_reduction(reduction)
 
 
 class _Total(torch.autograd.Function):
@@ -90,7 +100,7 @@ class _Total(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         losses, ctx.gradients = loss.run(hidden, weight, bias, scale, wanted)
-        ctx.loss, ctx.wanted = loss.of(()), wanted
+        ctx.loss, ctx.wanted, ctx.dtypes = loss.of(()), wanted, _dtypes(hidden, weight, bias)
         ctx.save_for_backward(hidden, weight, bias, scale, *tensors)
         return losses.sum() * scale.to(losses.dtype)
 
@@ -103,7 +113,8 @@ class _Total(torch.autograd.Function):
             hidden, weight, bias, scale, *tensors = ctx.saved_tensors
             loss = ctx.loss.of(tensors)
             _, gradients = loss.run(hidden, weight, bias, scale, ctx.wanted)
-        return *_scaled_(gradients, dtotal), *[None] * (len(ctx.needs_input_grad) - 3)
+        gradients = _rounded(_scaled_(gradients, dtotal), ctx.dtypes)
+        return *gradients, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
 def _scaled_(gradients: Gradients, scale: Tensor) -> Gradients:
@@ -111,6 +122,19 @@ def _scaled_(gradients: Gradients, scale: Tensor) -> Gradients:
     if not torch.compiler.is_compiling() and scale.device.type == "cpu" and scale == 1:
         return gradients  # as it is where backward starts: a pass over all of them saved
     dhidden, dweight, dbias = (None if x is None else x.mul_(scale) for x in gradients)
+    return dhidden, dweight, dbias
+
+
+def _dtypes(*tensors: Tensor | None) -> list[torch.dtype | None]:
+    return [None if x is None else x.dtype for x in tensors]
+
+
+def _rounded(gradients: Gradients, dtypes: list[torch.dtype | None]) -> Gradients:
+    """``gradients`` in the dtypes of what they are of."""
+    dhidden, dweight, dbias = (
+        x if x is None or dtype is None else x.to(dtype)
+        for x, dtype in zip(gradients, dtypes, strict=True)
+    )
     return dhidden, dweight, dbias
 
 
@@ -138,4 +162,5 @@ class _PerToken(torch.autograd.Function):
         hidden, weight, bias, *tensors = ctx.saved_tensors
         wanted = Wanted(*ctx.needs_input_grad[:3])
         _, gradients = ctx.loss.of(tensors).run(hidden, weight, bias, dlosses, wanted)
+        gradients = _rounded(gradients, _dtypes(hidden, weight, bias))
         return *gradients, *[None] * (len(ctx.needs_input_grad) - 3)

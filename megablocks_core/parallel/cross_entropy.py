@@ -5,6 +5,7 @@ Dimensions: T tokens (any number of dimensions), V the whole vocabulary; v is th
 columns, and c those of them that are not padding.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megablocks_core.groups import LOCAL, Group, chunk_slice
-from megablocks_core.parallel.checks import require
+from megablocks_core.parallel.checks import (
+    check_reduction,
+    check_targets,
+    check_vocab_size,
+    require,
+)
 
 # Logits in a block whose float32 form fits a CPU's cache.
 _BLOCK = 1 << 18
@@ -67,16 +73,24 @@ def vocab_parallel_cross_entropy(
             not constant. In compiled code and on other devices than the CPU, what depends on
             values is asserted asynchronously.
     """
-    _check(logits, targets)
-    _check_options(label_smoothing, reduction)
+    terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    try:
+        _check(logits, targets)
+        check_targets(targets, ignore_index=ignore_index, **terms)
+        check_vocab_size(vocab_size)
+        check_reduction(reduction)
+    except ValueError:
+        _refuse(logits, vocab_size is not None, group)
+        raise
     x_Tc, targets = logits.detach(), targets.long()
+    same = (label_smoothing, z_loss, ignore_index)
     if vocab_size is None:
-        top_T, start, whole = _maxima_and_cut(x_Tc, group)
+        top_T, start, whole = _maxima_and_cut(x_Tc, same, group)
     else:
         step, whole = _step(logits.shape[-1], vocab_size, group), vocab_size
         start = step * group.rank
         x_Tc = x_Tc[..., : max(whole - start, 0)]
-        top_T, alike = _maxima(x_Tc, step, group)
+        top_T, alike = _maxima(x_Tc, step, same, group)
         if step == 0:
             raise ValueError(
                 f"logits have {logits.shape[-1]} columns and must have this rank's share of "
@@ -117,18 +131,16 @@ def _check(logits: Tensor, targets: Tensor) -> None:
         )
     if not logits.is_floating_point():
         raise ValueError(f"logits of {logits.dtype} must be floating-point numbers")
-    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise ValueError(
-            f"targets of {targets.dtype} must be integers: the indices of classes "
-            "(probabilities are not served)"
-        )
 
 
-def _check_options(label_smoothing: float, reduction: str) -> None:
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
-    if reduction not in ("none", "sum", "mean"):
-        raise ValueError(f'reduction={reduction!r} must be "none", "sum" or "mean"')
+def _refuse(logits: Tensor, known: bool, group: Group) -> None:
+    """Let other ranks hear, in the first message, that this one raises instead."""
+    if logits.dim() == 0 or not logits.is_floating_point() or torch.compiler.is_compiling():
+        return
+    top_T = _own_maxima(logits[..., :0]).flatten()
+    same = top_T.new_full((6,), torch.inf)
+    extra = top_T.new_zeros(2 if known else 2 + group.size)
+    group.all_reduce(torch.cat([top_T, same, extra]), "max")
 
 
 def _step(width: int, vocab_size: int, group: Group) -> int:
@@ -143,20 +155,22 @@ def _step(width: int, vocab_size: int, group: Group) -> int:
     return width if padded else 0
 
 
-def _maxima(x_Tc: Tensor, step: int, group: Group) -> tuple[Tensor, Tensor]:
+def _maxima(x_Tc: Tensor, step: int, same: Sequence[float], group: Group) -> tuple[Tensor, Tensor]:
     """The largest logit of each token, and whether all ranks have the same ``step``."""
     top_T = _own_maxima(x_Tc)
-    top_T, steps = _all_max(top_T, _pair(top_T.new_full((), step)), group)
+    top_T, steps = _all_max(top_T, _pairs(top_T.new_full((1,), step)), same, group)
     return top_T, _are_equal(steps)
 
 
-def _maxima_and_cut(x_Tv: Tensor, group: Group) -> tuple[Tensor, int | Tensor, int | Tensor]:
+def _maxima_and_cut(
+    x_Tv: Tensor, same: Sequence[float], group: Group
+) -> tuple[Tensor, int | Tensor, int | Tensor]:
     """The largest logit of each token, this rank's first column and the number of columns."""
     width, top_T = x_Tv.shape[-1], _own_maxima(x_Tv)
     if group.size == 1:
         return top_T, 0, width
     widths = width * torch.arange(group.size, device=top_T.device).eq(group.rank)
-    top_T, heard = _all_max(top_T, torch.cat([_fingerprint(x_Tv, top_T), widths]), group)
+    top_T, heard = _all_max(top_T, torch.cat([_fingerprint(x_Tv, top_T), widths]), same, group)
     require(~_are_equal(heard[:2]), "logits are equal on all ranks; are they gathered already?")
     widths = heard[2:].long()
     return top_T, widths[: group.rank].sum(), widths.sum()
@@ -169,21 +183,32 @@ def _own_maxima(x_Tc: Tensor) -> Tensor:
     return x_Tc.amax(-1).to(wide)
 
 
-def _all_max(top_T: Tensor, extra: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Maxima over the ranks, in one message."""
+def _all_max(
+    top_T: Tensor, extra: Tensor, same: Sequence[float], group: Group
+) -> tuple[Tensor, Tensor]:
+    """Maxima over the ranks, in one message; raises where ``same`` is not."""
     if group.size == 1:
         return top_T, extra
-    heard = group.all_reduce(torch.cat([top_T.flatten(), extra.to(top_T.dtype)]), "max")
-    return heard[: top_T.numel()].view(top_T.shape), heard[top_T.numel() :]
+    own = torch.stack([top_T.new_full((), value) for value in same])
+    parts = (top_T.flatten(), _pairs(own), extra.to(top_T.dtype))
+    heard = group.all_reduce(torch.cat(parts), "max")
+    top, pairs, extra = heard.split([part.numel() for part in parts])
+    require(
+        _are_equal(pairs),
+        "label_smoothing, z_loss and ignore_index must be the same on all ranks, and no rank "
+        "may have refused its arguments",
+    )
+    return top.view(top_T.shape), extra
 
 
-def _pair(value: Tensor) -> Tensor:
-    """What tells, after a maximum over the ranks, whether all of them had the same value."""
-    return torch.stack([value, -value])
+def _pairs(values: Tensor) -> Tensor:
+    """What tells, after a maximum over the ranks, whether all of them had the same values."""
+    return torch.cat([values, -values])
 
 
-def _are_equal(pair: Tensor) -> Tensor:
-    return pair[0] == -pair[1]
+def _are_equal(pairs: Tensor) -> Tensor:
+    highest, lowest = pairs.chunk(2)
+    return (highest == -lowest).all()
 
 
 def _fingerprint(x_Tv: Tensor, top_T: Tensor) -> Tensor:
@@ -198,7 +223,7 @@ def _fingerprint(x_Tv: Tensor, top_T: Tensor) -> Tensor:
     weights = torch.arange(len(values), device=values.device).to(values.dtype).cos()
     total = (values * weights).sum()
     says_nothing = (first_v.min() == first_v.max()) | ~total.isfinite()
-    return torch.where(says_nothing, torch.inf, _pair(total))
+    return torch.where(says_nothing, torch.inf, _pairs(total.view(1)))
 
 
 class _Sums(NamedTuple):

@@ -14,10 +14,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megablocks_core.groups import LOCAL, Group
+from megablocks_core.parallel.checks import (
+    check_positive,
+    check_reduction,
+    check_vocab_size,
+    require,
+)
 from megablocks_core.parallel.chunked_head import Criterion, from_all_ranks, wide_dtype
 from megablocks_core.parallel.divergence_criteria import TopKTeacher, WholeTeacher
 from megablocks_core.parallel.head_loss import group_named
-from megablocks_core.parallel.vocabulary import Columns, agree_on_columns
+from megablocks_core.parallel.vocabulary import Columns, agree_on_columns, refuse
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 # Logits in a block whose wide form fits a CPU's cache.
 _BLOCK = 1 << 18
@@ -63,7 +71,7 @@ def vocab_parallel_kl(
     the gradient has the dtype of the logits. Saved for backward are logits and teacher as they
     came and a few numbers a token: five, or K + 2 with a stored teacher.
 
-    Over several ranks forward sends five integers, for which the host waits, and one
+    Over several ranks forward sends six integers, for which the host waits, and one
     all-gather of those numbers; backward sends nothing.
 
     Args:
@@ -87,16 +95,16 @@ def vocab_parallel_kl(
             been renormalized and the divergence is infinite.
     """
     tokens = logits.shape[:-1]
-    check_options(direction, temperature, reduction, mask, tokens)
-    if isinstance(teacher, StoredTopK):
-        check_stored(teacher, tokens, direction, temperature)
-    elif teacher.shape != logits.shape:
-        raise ValueError(
-            f"teacher of shape {tuple(teacher.shape)} must have the shape of logits, "
-            f"{tuple(logits.shape)}"
-        )
-    if logits.dim() == 0 or not logits.is_floating_point():
-        raise ValueError(f"logits {tuple(logits.shape)} of {logits.dtype} must be numbers [T v]")
+    try:
+        _check_logits(logits, teacher)
+        check_divergence(direction, temperature, mask, tokens)
+        check_vocab_size(vocab_size)
+        check_reduction(reduction)
+        if isinstance(teacher, StoredTopK):
+            check_stored(teacher, tokens, direction, temperature)
+    except ValueError:
+        refuse(group, logits.device)
+        raise
     if mask is None:
         mask = torch.ones(tokens, dtype=torch.bool, device=logits.device)
     tensors = [teacher] if isinstance(teacher, Tensor) else [teacher.log_probs, teacher.indices]
@@ -106,16 +114,27 @@ def vocab_parallel_kl(
     return reduced(losses, mask, reduction)
 
 
-def check_options(
-    direction: str, temperature: float, reduction: str, mask: Tensor | None, tokens: torch.Size
+def _check_logits(logits: Tensor, teacher: Tensor | StoredTopK) -> None:
+    if logits.dim() == 0 or not logits.is_floating_point():
+        raise ValueError(f"logits {tuple(logits.shape)} of {logits.dtype} must be numbers [T v]")
+    if isinstance(teacher, StoredTopK):
+        return
+    if teacher.shape != logits.shape:
+        raise ValueError(
+            f"teacher of shape {tuple(teacher.shape)} must have the shape of logits, "
+            f"{tuple(logits.shape)}"
+        )
+    if not teacher.is_floating_point():
+        raise ValueError(f"teacher of {teacher.dtype} must be floating-point numbers")
+
+
+def check_divergence(
+    direction: str, temperature: float, mask: Tensor | None, tokens: torch.Size
 ) -> None:
     """Raise where an option is none of its choices, or the mask is not one of the tokens."""
     if direction not in ("forward", "reverse"):
         raise ValueError(f'direction={direction!r} must be "forward" or "reverse"')
-    if not temperature > 0.0:
-        raise ValueError(f"temperature={temperature} must be positive")
-    if reduction not in ("none", "sum", "mean"):
-        raise ValueError(f'reduction={reduction!r} must be "none", "sum" or "mean"')
+    check_positive("temperature", temperature)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens):
         raise ValueError(
             f"mask {tuple(mask.shape)} of {mask.dtype} must be booleans {tuple(tokens)}"
@@ -132,6 +151,13 @@ def check_stored(
             f"log_probs {tuple(log_probs.shape)} and indices {tuple(indices.shape)} must have "
             f"the shape {tuple(tokens)} and one more dimension for the stored entries"
         )
+    if not log_probs.is_floating_point() or indices.dtype not in _INTEGERS:
+        raise ValueError(
+            f"log_probs of {log_probs.dtype} and indices of {indices.dtype} must be "
+            "floating-point numbers and integers"
+        )
+    if not indices.shape[-1]:
+        raise ValueError("log_probs and indices must store at least one entry of each token")
     if missing not in ("bucket", "renormalize"):
         raise ValueError(f'missing={missing!r} must be "bucket" or "renormalize"')
     if missing == "bucket" and temperature != 1.0:
@@ -146,22 +172,11 @@ def check_stored(
         )
 
 
-def stored_criterion(
-    log_probs_nK: Tensor,
-    indices_nK: Tensor,
-    mask_n1: Tensor,
-    missing: str,
-    reverse: bool,
-    temperature: float,
-) -> TopKTeacher:
-    """The divergence of some tokens; for masked ones nothing that could be infinite enters."""
-    return TopKTeacher(
-        log_probs_nK.masked_fill(~mask_n1, -1.0),
-        indices_nK.long().masked_fill(~mask_n1, 0),
-        missing == "renormalize",
-        reverse,
-        temperature,
-    )
+def require_distinct(indices_nK: Tensor) -> None:
+    """Raise where a token's stored entries name a column twice, whose mass would count twice."""
+    sorted_nK = indices_nK.sort(-1).values
+    twice = sorted_nK[:, 1:] == sorted_nK[:, :-1]
+    require(~twice.any(), "indices must name a column at most once for a token")
 
 
 def reduced(losses_T: Tensor, mask_T: Tensor, reduction: str) -> Tensor:
@@ -223,8 +238,11 @@ def _losses(
         mask.unsqueeze(-1) if stored else mask,
         vocab_size=options.vocab_size,
         group=options.group,
-        names=("logits", "indices"),
+        names=("logits", "indices and mask" if stored else "mask"),
+        work=f"{options[:-1]} of tokens {list(mask.shape)} of {wide_dtype(logits)}",
     )
+    if stored:
+        require_distinct(teacher[1].reshape(mask.numel(), teacher[1].shape[-1])[mask.reshape(-1)])
     parts = [
         criterion.partial_(x_nc, columns.first)
         for _, criterion, x_nc in _row_blocks(logits, mask, teacher, columns, options)
@@ -283,8 +301,15 @@ def _criterion(
     mask_n1 = mask.reshape(-1, 1)[rows]
     reverse = options.direction == "reverse"
     if len(teacher) > 1:
-        entries = (teacher[0], teacher[1], mask_n1)
-        return stored_criterion(*entries, options.missing, reverse, options.temperature)
+        log_probs_nK, indices_nK = teacher
+        return TopKTeacher(
+            log_probs_nK.masked_fill(~mask_n1, -1.0),  # nothing that could be infinite enters
+            indices_nK.long().masked_fill(~mask_n1, 0),
+            options.missing == "renormalize",
+            reverse,
+            options.temperature,
+            complete=indices_nK.shape[-1] == columns.whole,
+        )
 
     def logits_of(first: int, width: int) -> Tensor:
         y_nb = teacher[0][:, first - columns.first :][:, :width]

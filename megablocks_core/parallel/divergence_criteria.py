@@ -90,6 +90,7 @@ class TopKTeacher(NamedTuple):
         renormalize: The teacher has no mass in the other columns; else what is missing to 1.
         reverse: Student from teacher, instead of teacher from student.
         temperature: Divides the logits.
+        complete: There are no other columns: nothing is missing, for want of digits either.
     """
 
     log_probs_nK: Tensor
@@ -97,6 +98,7 @@ class TopKTeacher(NamedTuple):
     renormalize: bool
     reverse: bool
     temperature: float
+    complete: bool = False
 
     def partial_(self, x_nb: Tensor, first: int) -> Tensor:
         """The numbers of some columns; exponentials of those not stored stay."""
@@ -133,7 +135,10 @@ class TopKTeacher(NamedTuple):
             dx_nC = q_nC.sum(-1, keepdim=True) * p_nC - q_nC
         dx_nC *= scale_n.unsqueeze(-1) / self.temperature
         # The rest's columns share its gradient as they share its mass.
-        share_n = dx_nC[:, -1] * (part_kn[0] - lse_n - log_p_nC[:, -1]).exp()
+        rest_n = dx_nC[:, -1]
+        share_n = torch.where(
+            rest_n == 0, 0.0, rest_n * (part_kn[0] - lse_n - log_p_nC[:, -1]).exp()
+        )
         largest = torch.finfo(x_nb.dtype).max
         x_nb.mul_(share_n.clamp(-largest, largest).to(x_nb.dtype).unsqueeze(-1))
         self._add(x_nb, first, dx_nC[:, :-1].to(x_nb.dtype))
@@ -143,12 +148,14 @@ class TopKTeacher(NamedTuple):
         # Neither the student's rest nor the teacher's is nothing, for want of digits.
         rest_n = sums_kn[1].clamp(min=torch.finfo(sums_kn.dtype).tiny).double()
         log_rest_n, stored_nK = rest_n.log() + sums_kn[0], sums_kn[2:].T.double()
+        nothing_n = torch.full_like(log_rest_n, -torch.inf)
+        if self.complete:
+            log_rest_n = nothing_n
         x_nC = torch.cat([stored_nK, log_rest_n.unsqueeze(-1)], dim=-1)
-        log_q_nK = self.log_probs_nK.to(x_nC.dtype)
+        log_q_nK, log_missing_n = self.log_probs_nK.to(x_nC.dtype), nothing_n
         if self.renormalize:
             log_q_nK = (log_q_nK / self.temperature).log_softmax(-1)
-            log_missing_n = torch.full_like(log_rest_n, -torch.inf)
-        else:
+        elif not self.complete:
             digits = torch.promote_types(self.log_probs_nK.dtype, torch.float32)
             missing_n = 1 - log_q_nK.exp().sum(-1)
             log_missing_n = missing_n.clamp(min=torch.finfo(digits).eps).log()

@@ -41,6 +41,14 @@ class Wanted(NamedTuple):
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+def gradient_dtype(x: Tensor, wide: torch.dtype) -> torch.dtype:
+    """In what the summed gradient of a weight or bias is handed on: its own dtype.
+
+    But what float16 cannot hold as a sum it may hold as a mean, so there rounding waits.
+    """
+    return wide if x.dtype == torch.float16 else x.dtype
+
+
 class HeadGradients:
     """Gradients of hidden states, weight and bias, summed up from those in logits.
 
@@ -99,12 +107,12 @@ class HeadGradients:
         self.flying = self.chunk, flying
 
     def finish(self) -> Gradients:
-        """All chunks have been added: the gradients, each in the dtype of what it is of."""
+        """All chunks have been added: the gradients, in the dtypes of ``gradient_dtype``."""
         self._land()
         dweight = None if self.dweight is None else self.dweight.rounded()
         dbias = self.dbias
         if dbias is not None and self.bias is not None:
-            dbias = dbias.to(self.bias.dtype)
+            dbias = dbias.to(gradient_dtype(self.bias, self.wide))
         return self.hidden, dweight, dbias
 
     def _land(self) -> None:
@@ -126,7 +134,8 @@ class RowSums:
         self.weight = weight
         width, own, features = max(blocks[0].stop, 1), blocks[-1].stop, weight.shape[1]
         self.step = max(1, _PIECE // max(width * features, 1)) * width
-        if weight.dtype == wide:
+        self.dtype = gradient_dtype(weight, wide)
+        if self.dtype == wide:
             self.step = max(len(weight), 1)
             own = len(weight)
         starts = range(0, max(own, 1), self.step)
@@ -144,10 +153,10 @@ class RowSums:
         add_product(rows, a, b, fresh=self.is_empty)
 
     def rounded(self) -> Tensor:
-        """The whole sum in the dtype of the weight, once; zeros in rows of no block."""
+        """The whole sum, rounded once; zeros in rows of no block."""
         if self.is_empty:
-            return self.weight.new_zeros(self.weight.shape)
-        if self.pieces[0].dtype == self.weight.dtype:
+            return self.weight.new_zeros(self.weight.shape, dtype=self.dtype)
+        if self.pieces[0].dtype == self.dtype:
             return self.pieces.pop()
         result, start = self.weight.new_empty(self.weight.shape), 0
         while self.pieces:

@@ -20,7 +20,7 @@ from megablocks_core.parallel.chunked_head import (
     run_chunks,
     wide_dtype,
 )
-from megablocks_core.parallel.head_gradients import Gradients, Head, Wanted
+from megablocks_core.parallel.head_gradients import Gradients, Head, Wanted, gradient_dtype
 from megablocks_core.parallel.token_chunks import Chunk, chunk_tokens
 from megablocks_core.parallel.vocabulary import Columns, agree_on_columns
 
@@ -98,7 +98,10 @@ class HeadLoss(NamedTuple):
     def run(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, wanted: Wanted
     ) -> tuple[Tensor, Gradients]:
-        """Losses [T], and the gradients of their sum weighted by ``scale`` [T]."""
+        """Losses [T], and the gradients of their sum weighted by ``scale`` [T].
+
+        That of hidden states is in their dtype, others in those of ``gradient_dtype``.
+        """
         if not torch.compiler.is_compiling():
             return self._run(hidden, weight, bias, scale, wanted)
         losses, *gradients = self.kind.operation()(
@@ -124,7 +127,7 @@ class HeadLoss(NamedTuple):
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, wanted: Wanted
     ) -> tuple[Tensor, Gradients]:
         (counts, *tensors), group = self.tensors, self.group
-        formula = self.kind.of(tensors, self.numbers, self.word)
+        formula, wide = self.kind.of(tensors, self.numbers, self.word), wide_dtype(hidden, weight)
         indices, counting, name = formula.pointers(counts)
         columns = agree_on_columns(
             weight,
@@ -133,8 +136,9 @@ class HeadLoss(NamedTuple):
             vocab_size=self.vocab_size,
             group=group,
             names=("weight", name),
+            work=self._work(hidden, bias, wide, wanted),
         )
-        head, wide = Head(weight, bias, self.soft_cap), wide_dtype(hidden, weight)
+        head = Head(weight, bias, self.soft_cap)
         cut = group if self.sequence_parallel else LOCAL
         length = chunk_length(head, columns, wide, others=formula.others)
         chunks, kept = chunk_tokens(counts, length, cut=cut), any(wanted)
@@ -150,6 +154,17 @@ class HeadLoss(NamedTuple):
         )
         dhidden = None if dhidden is None else dhidden.view(hidden.shape)
         return losses.view(counts.shape), (dhidden, dweight, dbias)
+
+    def _work(self, hidden: Tensor, bias: Tensor | None, wide: torch.dtype, wanted: Wanted) -> str:
+        """What decides on the messages, and must be alike on every rank."""
+        return (
+            f"{self.kind.__name__} {self.word} of {list(self.numbers)}, vocab_size="
+            f"{self.vocab_size}, soft_cap={self.soft_cap}, sequence_parallel="
+            f"{self.sequence_parallel}, tokens {list(self.tensors[0].shape)}, hidden of "
+            f"{hidden.shape[-1]} features, {wide} inside, "
+            f"{'a' if bias is not None else 'no'} bias, "
+            f"{'a' if wanted.hidden else 'no'} gradient of hidden"
+        )
 
 
 def one_operation(name: str, kind: type[Formula]) -> Callable[..., Any]:
@@ -192,11 +207,15 @@ def one_operation(name: str, kind: type[Formula]) -> Callable[..., Any]:
     @operation.register_fake
     def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others) -> tuple[Tensor, ...]:
         _, wanted, (counts, *_), *_ = others
-        gradients = (
-            hidden.new_empty(0) if x is None or not needed else x.new_empty(x.shape)
-            for x, needed in zip((hidden, weight, bias), wanted, strict=True)
-        )
-        return counts.new_empty(counts.shape, dtype=wide_dtype(hidden, weight)), *gradients
+        wide = wide_dtype(hidden, weight)
+        gradients = []
+        for x, needed in zip((hidden, weight, bias), wanted, strict=True):
+            if x is None or not needed:
+                gradients.append(hidden.new_empty(0))
+            else:
+                dtype = x.dtype if x is hidden else gradient_dtype(x, wide)
+                gradients.append(x.new_empty(x.shape, dtype=dtype))
+        return counts.new_empty(counts.shape, dtype=wide), *gradients
 
     return operation
 

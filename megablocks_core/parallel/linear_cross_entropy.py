@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
+from megablocks_core.parallel.checks import check_targets
 from megablocks_core.parallel.chunked_head import Criterion, maxima, merge_exponentials
-from megablocks_core.parallel.chunked_loss import check_head, reduced_loss
+from megablocks_core.parallel.chunked_loss import check_head, check_options, reduced_loss
 from megablocks_core.parallel.head_loss import HeadLoss, Pointers, one_operation
 from megablocks_core.parallel.token_chunks import Chunk
-from megablocks_core.parallel.vocabulary import Columns
+from megablocks_core.parallel.vocabulary import Columns, refuse
 
 
 def linear_cross_entropy(
@@ -48,7 +49,7 @@ def linear_cross_entropy(
     computes the logits again. Saved for backward are the inputs themselves and, for "sum" and
     "mean", the gradients.
 
-    Over several ranks forward sends five integers, and for each chunk an all-gather of three
+    Over several ranks forward sends six integers, and for each chunk an all-gather of three
     or four numbers a token; "sum" and "mean" all-reduce the chunk's gradient of ``hidden``
     while the next chunk is computed, and send nothing backward. Under sequence parallelism
     each chunk's hidden states are all-gathered, and their gradient reduce-scattered. For
@@ -80,26 +81,20 @@ def linear_cross_entropy(
             known where ``vocab_size`` is given; where not, it is concluded from weights that
             are equal on all ranks.
     """
-    cut = group if sequence_parallel else LOCAL
-    check_head(hidden, weight, bias, targets.shape, cut, "targets")
-    _check_options(targets, label_smoothing, soft_cap, reduction)
-    tensors, numbers = [targets != ignore_index, targets.long()], [label_smoothing, z_loss]
+    terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    try:
+        cut = group if sequence_parallel else LOCAL
+        check_head(hidden, weight, bias, targets.shape, cut, "targets")
+        check_targets(targets, ignore_index=ignore_index, **terms)
+        check_options(vocab_size, soft_cap, reduction)
+    except ValueError:
+        refuse(group, hidden.device)
+        raise
+    targets = targets.long()
+    tensors, numbers = [targets != ignore_index, targets], [label_smoothing, z_loss]
     where = sequence_parallel, group
     loss = HeadLoss(_Formula, tensors, numbers, "", vocab_size, soft_cap, *where)
     return reduced_loss(hidden, weight, bias, loss, reduction)
-
-
-def _check_options(
-    targets: Tensor, label_smoothing: float, soft_cap: float | None, reduction: str
-) -> None:
-    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise ValueError(f"targets of {targets.dtype} must be integers: the indices of classes")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
-    if soft_cap is not None and not soft_cap > 0.0:
-        raise ValueError(f"soft_cap={soft_cap} must be positive")
-    if reduction not in ("none", "sum", "mean"):
-        raise ValueError(f'reduction={reduction!r} must be "none", "sum" or "mean"')
 
 
 class _Formula(NamedTuple):

@@ -13,14 +13,20 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
+from megablocks_core.parallel.checks import check_positive
 from megablocks_core.parallel.chunked_head import Criterion, HeadLogits, chunk_of
-from megablocks_core.parallel.chunked_loss import check_head, reduced_loss
-from megablocks_core.parallel.divergence import StoredTopK, check_options, check_stored
+from megablocks_core.parallel.chunked_loss import check_head, check_options, reduced_loss
+from megablocks_core.parallel.divergence import (
+    StoredTopK,
+    check_divergence,
+    check_stored,
+    require_distinct,
+)
 from megablocks_core.parallel.divergence_criteria import TopKTeacher, WholeTeacher
 from megablocks_core.parallel.head_gradients import Head
 from megablocks_core.parallel.head_loss import HeadLoss, Pointers, one_operation
 from megablocks_core.parallel.token_chunks import Chunk
-from megablocks_core.parallel.vocabulary import Columns
+from megablocks_core.parallel.vocabulary import Columns, refuse
 
 
 class TeacherHead(NamedTuple):
@@ -83,20 +89,15 @@ def linear_kl(
             parallelism with a ``TeacherHead`` a mask must say how many tokens there are.
     """
     cut = group if sequence_parallel else LOCAL
-    tokens = _tokens(hidden, teacher, mask, cut)
-    check_head(hidden, weight, bias, tokens, cut, "mask")
-    check_options(direction, temperature, reduction, mask, tokens)
-    if soft_cap is not None and not soft_cap > 0.0:
-        raise ValueError(f"soft_cap={soft_cap} must be positive")
-    if isinstance(teacher, StoredTopK):
-        check_stored(teacher, tokens, direction, temperature)
-    else:
-        check_head(teacher.hidden, teacher.weight, teacher.bias, tokens, cut, "mask")
-        if len(teacher.weight) != len(weight):
-            raise ValueError(
-                f"weight of the teacher has {len(teacher.weight)} rows and must have "
-                f"{len(weight)}, as the student's"
-            )
+    try:
+        tokens = _tokens(hidden, teacher, mask, cut)
+        check_head(hidden, weight, bias, tokens, cut, "mask")
+        check_divergence(direction, temperature, mask, tokens)
+        check_options(vocab_size, soft_cap, reduction)
+        _check_teacher(teacher, weight, tokens, cut, direction, temperature)
+    except ValueError:
+        refuse(group, hidden.device)
+        raise
     if mask is None:
         mask = torch.ones(tokens, dtype=torch.bool, device=hidden.device)
     numbers = [float(direction == "reverse"), temperature]
@@ -110,6 +111,26 @@ def linear_kl(
     where = sequence_parallel, group
     loss = HeadLoss(kind, [mask, *tensors], numbers, word, vocab_size, soft_cap, *where)
     return reduced_loss(hidden, weight, bias, loss, reduction)
+
+
+def _check_teacher(
+    teacher: TeacherHead | StoredTopK,
+    weight: Tensor,
+    tokens: torch.Size,
+    cut: Group,
+    direction: str,
+    temperature: float,
+) -> None:
+    if isinstance(teacher, StoredTopK):
+        check_stored(teacher, tokens, direction, temperature)
+        return
+    check_head(teacher.hidden, teacher.weight, teacher.bias, tokens, cut, "mask")
+    check_positive("soft_cap of the teacher", teacher.soft_cap)
+    if len(teacher.weight) != len(weight):
+        raise ValueError(
+            f"weight of the teacher has {len(teacher.weight)} rows and must have "
+            f"{len(weight)}, as the student's"
+        )
 
 
 def _tokens(
@@ -147,7 +168,7 @@ class _Stored(NamedTuple):
         return cls(StoredTopK(log_probs, indices, word), bool(reverse), temperature)
 
     def pointers(self, counts: Tensor) -> Pointers:
-        return Pointers(self.teacher.indices, counts.unsqueeze(-1), "indices")
+        return Pointers(self.teacher.indices, counts.unsqueeze(-1), "indices and mask")
 
     def criteria(
         self, columns: Columns, wide: torch.dtype, chunks: list[Chunk], *, kept: bool, cut: Group
@@ -160,12 +181,15 @@ class _Stored(NamedTuple):
         renormalize = missing == "renormalize"
 
         def criterion_of(chunk: Chunk) -> Criterion:
+            indices_nK = indices_NK[chunk.places]
+            require_distinct(indices_nK)
             return TopKTeacher(
                 log_probs_NK[chunk.places],
-                indices_NK[chunk.places],
+                indices_nK,
                 renormalize,
                 self.reverse,
                 self.temperature,
+                complete=num_stored == columns.whole,
             )
 
         return criterion_of

@@ -281,7 +281,7 @@ def test_gathered_logits_and_foreign_indices_are_refused_on_all_ranks():
         (indices + 8 * group.rank, "lie in"),
         ((indices + group.rank) % 8, "be equal"),
     ):
-        with pytest.raises(ValueError, match=f"indices must {match}"):
+        with pytest.raises(ValueError, match=f"indices and mask must {match}"):
             vocab_parallel_kl(own, StoredTopK(log_probs, wrong), group=group)
     group.barrier()
 
@@ -336,3 +336,21 @@ def test_it_compiles_into_one_graph_once_for_all_lengths(stored):
         assert_close(loss, expected, rtol=0, atol=1e-12)
         assert_close(own.grad, plain.grad, rtol=0, atol=1e-12)
     assert counter.frame_count <= 3
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_teacher_stored_whole_is_the_whole_teacher(direction, dtype):
+    """Where nothing is missing, nothing is made up for want of digits."""
+    group = _world()
+    student, teacher, mask = _inputs(7, 3, 5, dtype=dtype)
+    results = []
+    for whose in (StoredTopK(*teacher.log_softmax(-1).topk(7)), _own(teacher, group).detach()):
+        own = _own(student, group)
+        loss = vocab_parallel_kl(own, whose, mask=mask, direction=direction, group=group)
+        loss.backward()
+        results.append((loss, own.grad))
+    close = 1e-12 if dtype == torch.float64 else 3e-6
+    for ours, right in zip(*results, strict=True):
+        assert_close(ours, right, rtol=0, atol=close)
