@@ -114,7 +114,7 @@ def _kept(dataset: IndexedDataset, bounds: np.ndarray, seed: int) -> list[np.nda
 
 def _load(path: Path, dataset: IndexedDataset, num_splits: int) -> list[np.ndarray]:
     """Map what ``_kept`` wrote; ``ValueError`` if it cannot be of this dataset."""
-    whole = np.load(path, mmap_mode="r")
+    whole = np.asarray(np.load(path, mmap_mode="r"))
     sizes = whole[:num_splits].tolist()
     if (
         whole.dtype != np.int64
