@@ -3,6 +3,7 @@
 Loads NumPy only; torch comes with the first step of a ``Loader``.
 """
 
+from megablocks_core.data.blended import BlendedDataset as BlendedDataset
 from megablocks_core.data.builder import IndexedDatasetBuilder as IndexedDatasetBuilder
 from megablocks_core.data.builder import smallest_dtype as smallest_dtype
 from megablocks_core.data.bytes import END_OF_DOCUMENT as END_OF_DOCUMENT
@@ -10,6 +11,8 @@ from megablocks_core.data.bytes import VOCAB_SIZE as VOCAB_SIZE
 from megablocks_core.data.bytes import ByteCounts as ByteCounts
 from megablocks_core.data.bytes import decode_bytes as decode_bytes
 from megablocks_core.data.bytes import write_byte_documents as write_byte_documents
+from megablocks_core.data.collate import collate_packed as collate_packed
+from megablocks_core.data.collate import dense_mask as dense_mask
 from megablocks_core.data.gather import gather_tokens as gather_tokens
 from megablocks_core.data.gpt import GPTDataset as GPTDataset
 from megablocks_core.data.indexed import IndexedDataset as IndexedDataset

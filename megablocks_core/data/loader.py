@@ -3,16 +3,23 @@
 Dimensions: B samples of a global batch, b of a micro-batch, S tokens of a sample, T = b S.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from megablocks_core.data.collate import collate_packed, cut_sequences
+from megablocks_core.data.place import Place
+from megablocks_core.data.prefetch import Prefetch
+from megablocks_core.data.steps import Skips, Stages, StepPlan, as_stages, value_at
 from megablocks_core.groups import LOCAL, Group
 
 
 class Samples(Protocol):
-    """What a loader needs of a dataset; ``GPTDataset`` has it."""
+    """What a loader needs of a dataset; ``GPTDataset`` and ``BlendedDataset`` have it.
+
+    For a state it has a ``fingerprint`` too, and ``locate`` for places.
+    """
 
     def __len__(self) -> int: ...
 
@@ -42,25 +49,38 @@ class Loader:
     other. ``group`` is the data-parallel group: ranks outside it that share its rank, such
     as those of one tensor-parallel group, get the same data.
 
+    Any B goes with any number of ranks: where samples run out, the step's first one stands in
+    with a loss mask of zeros, so that all ranks run equal micro-batches.
+
     ``num_tokens`` is the sum of the loss masks of the whole global batch, known before the
     first forward pass: divide the sum of the losses by it and micro-batches, ranks and masks
     leave no trace in the gradient.
 
+    ``global_batch_size`` may be pairs (sample, B), the first at sample 0: B from that sample on.
+    ``sequence_length``, one number or such pairs, cuts the samples into rows of that many tokens,
+    which must divide the dataset's: none sees another, and ``tokens.view(-1, length)`` are they.
+
     ``consumed`` counts the samples of all steps handed out, and is all a checkpoint needs.
     Iterating goes on from there and never starts over: for another pass build another
-    loader, which costs nothing. Samples past the last whole global batch are left out;
-    ``len`` is the number of steps that remain.
+    loader, which costs nothing. Samples past the last whole global batch are left out, unless
+    ``drop_last=False``; ``len`` is the number of steps that remain. Steps are numbered from
+    sample 0 on: ``step`` is the next one, ``skip=[(1000, 1020)]`` leaves steps 1000 to 1019 out
+    and all others as they were, ``loader[i]`` is the step that comes ``i`` after the next.
+
+    With ``workers`` threads, up to ``prefetch`` steps are made ahead; the order stays.
+    As a map from numbers to steps, a loader is a dataset for torch's ``DataLoader`` with
+    ``batch_size=None``, whose worker processes make the steps then.
 
     Shapes: a micro-batch is a dict of tensors ``tokens``, ``labels``, ``position_ids``,
-    ``loss_mask`` [1 T] and ``cu_seqlens`` [documents + 1], all on the CPU, and the int
-    ``max_seqlen``. ``tokens.view(b, S)`` are the samples as rows. The tensors belong to the
-    caller; no buffer is used twice. torch is loaded with the first step.
+    ``loss_mask`` [1 T] and ``cu_seqlens`` [documents + 1], all on the CPU, the list
+    ``cu_seqlens_host`` and the int ``max_seqlen``. ``tokens.view(b, S)`` are the samples as rows.
+    The tensors belong to the caller; no buffer is used twice. torch is loaded with the first step.
 
     Sends nothing.
 
     Raises:
-        ValueError: ``global_batch_size`` is not a multiple of ``micro_batch_size`` times the
-            ranks, or ``consumed`` lies outside the dataset.
+        ValueError: sizes below 1, a schedule or ranges out of order, or ``consumed`` outside the
+            dataset.
 
     Source: the batches of Megatron-LM's sequential sampler.
     """
@@ -69,43 +89,162 @@ class Loader:
         self,
         dataset: Samples,
         *,
-        global_batch_size: int,
+        global_batch_size: Stages,
         micro_batch_size: int,
+        sequence_length: Stages | None = None,
         consumed: int = 0,
+        skip: Sequence[tuple[int, int]] = (),
+        drop_last: bool = True,
+        workers: int = 0,
+        prefetch: int = 2,
         group: Group = LOCAL,
     ) -> None:
-        if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1")
-        if global_batch_size < 1 or global_batch_size % (micro_batch_size * group.size):
-            raise ValueError(
-                f"global_batch_size={global_batch_size} must be a multiple of "
-                f"micro_batch_size={micro_batch_size} times {group.size} ranks"
-            )
-        if not 0 <= consumed <= len(dataset):
-            raise ValueError(f"consumed={consumed} must be between 0 and {len(dataset)} samples")
+        for name, value, least in (
+            ("micro_batch_size", micro_batch_size, 1),
+            ("workers", workers, 0),
+            ("prefetch", prefetch, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        as_stages(global_batch_size)
+        self._lengths = self._checked_lengths(dataset, sequence_length)
         self.dataset = dataset
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
+        self.drop_last = drop_last
+        self.workers, self.prefetch = workers, prefetch
         self.group = group
+        self._skips = Skips(skip)
+        self._ahead: Prefetch | None = None
         self.consumed = consumed
 
+    @property
+    def consumed(self) -> int:
+        """Samples of the steps handed out, and of those skipped before them."""
+        return self._consumed
+
+    @consumed.setter
+    def consumed(self, consumed: int) -> None:
+        if not 0 <= consumed <= len(self.dataset):
+            raise ValueError(
+                f"consumed={consumed} must be between 0 and {len(self.dataset)} samples"
+            )
+        self._consumed = consumed
+        self._plan = StepPlan(self.global_batch_size, sample=consumed)
+        self._last = self._plan.num_steps(len(self.dataset), drop_last=self.drop_last)
+        self._ahead = None
+
+    @property
+    def step(self) -> int:
+        """Number of the next step."""
+        return self._skips.nth(self._plan.step_at(self._consumed))
+
     def __len__(self) -> int:
-        return (len(self.dataset) - self.consumed) // self.global_batch_size
+        return self._skips.left(self._plan.step_at(self._consumed), self._last)
 
     def __iter__(self) -> Iterator[Step]:
         return self
 
     def __next__(self) -> Step:
-        if len(self) == 0:
+        number = self.step
+        if number >= self._last:
             raise StopIteration
-        whole = self.consumed + np.arange(self.global_batch_size)
-        mine = whole.reshape(-1, self.group.size, self.micro_batch_size)[:, self.group.rank]
-        step = Step(
-            [as_tensors(self.dataset.batch(samples)) for samples in mine],
-            self.dataset.num_loss_tokens(whole),
-        )
-        self.consumed += self.global_batch_size
+        step = self._prefetched(number) if self.workers else self.make(number)
+        self._consumed = self._bounds(number)[1]
         return step
+
+    def __getitem__(self, index: int) -> Step:
+        return self.make(self._nth(index))
+
+    def make(self, step: int) -> Step:
+        """Return a step by its number; what was handed out does not matter and does not change."""
+        first, last = self._bounds(step)
+        per_rank = self.micro_batch_size
+        micro_batches = []
+        for begin in range(first, last, per_rank * self.group.size):
+            mine = begin + self.group.rank * per_rank
+            samples = np.arange(min(mine, last), min(mine + per_rank, last))
+            micro_batches.append(self._micro_batch(samples, first))
+        return Step(micro_batches, self.dataset.num_loss_tokens(np.arange(first, last)))
+
+    def locate(self, step: int) -> list[Place]:
+        """Return where each sample of a step's global batch comes from, without reading any."""
+        dataset: Any = self.dataset
+        return [dataset.locate(sample) for sample in range(*self._bounds(step))]
+
+    def state_dict(self, ahead: int = 0) -> dict[str, Any]:
+        """Return the state after ``ahead`` more steps, the same on every rank.
+
+        With ``ahead`` it is the state after as many steps of a torch ``DataLoader`` over this.
+        """
+        consumed = self._bounds(self._nth(ahead - 1))[1] if ahead else self._consumed
+        return {"consumed": consumed, "recipe": self._recipe(consumed)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a loader of the same recipe was, over any ranks, batches and workers.
+
+        Raises:
+            ValueError: another recipe for the samples consumed; both are named.
+        """
+        consumed, saved = state["consumed"], state["recipe"]
+        if saved != (own := self._recipe(consumed)):
+            raise ValueError(
+                f"recipe={saved!r} of the state must be {own!r}, as of this dataset: its first "
+                f"{consumed} samples were others"
+            )
+        self.consumed = consumed
+
+    def _recipe(self, consumed: int) -> str:
+        dataset: Any = self.dataset
+        if hasattr(dataset, "fingerprint_until"):
+            return dataset.fingerprint_until(consumed)
+        return dataset.fingerprint
+
+    def _nth(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"step {index} of the {len(self)} that remain")
+        return self._skips.nth(self._plan.step_at(self._consumed), index)
+
+    def _bounds(self, step: int) -> tuple[int, int]:
+        """Return the first sample of a step, and the one after its last."""
+        if not 0 <= step < self._last:
+            raise IndexError(f"step {step} of {self._last}")
+        return self._plan.start(step), min(self._plan.start(step + 1), len(self.dataset))
+
+    def _micro_batch(self, samples: np.ndarray, stand_in: int) -> dict[str, Any]:
+        """Return samples as tensors, filled up with one that does not count."""
+        length = value_at(self._lengths, stand_in) if self._lengths else None
+        missing = self.micro_batch_size - len(samples)
+        batches = [self.dataset.batch(samples)] if len(samples) else []
+        if missing:
+            batch = self.dataset.batch(np.full(missing, stand_in))
+            batches.append({**batch, "loss_mask": np.zeros_like(batch["loss_mask"])})
+        batch = batches[0] if len(batches) == 1 else collate_packed(batches)
+        return as_tensors(cut_sequences(batch, length) if length else batch)
+
+    def _prefetched(self, number: int) -> Step:
+        if self._ahead is None:
+            self._ahead = Prefetch(self.make, workers=self.workers, ahead=self.prefetch)
+
+        def following(step: int) -> int | None:
+            after = self._skips.nth(step + 1)
+            return after if after < self._last else None
+
+        return self._ahead.get(number, following)
+
+    def _checked_lengths(
+        self, dataset: Samples, lengths: Stages | None
+    ) -> list[tuple[int, int]] | None:
+        if lengths is None:
+            return None
+        stages = as_stages(lengths, "sequence_length")
+        whole = getattr(dataset, "sequence_length", None)
+        if whole and (odd := [length for _, length in stages if whole % length]):
+            raise ValueError(f"sequence_length={odd[0]} must divide the dataset's, {whole}")
+        return stages
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": None}  # threads stay with the process
 
 
 def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -173,8 +173,14 @@ def test_ranks_of_a_real_group_share_one_global_batch():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"global_batch_size": 6, "dp": 2}, "global_batch_size=6 must be a multiple of "),
-        ({"global_batch_size": 0}, "global_batch_size=0 must be a multiple"),
+        ({"global_batch_size": 0}, "global_batch_size=0 must be at least 1"),
+        ({"global_batch_size": []}, r"global_batch_size=\[\] must begin at sample 0"),
+        ({"global_batch_size": [(1, 4)]}, "must begin at sample 0"),
+        ({"global_batch_size": [(0, 4), (0, 8)]}, "go on in increasing order"),
+        ({"sequence_length": 0}, "sequence_length=0 must be at least 1"),
+        ({"skip": [(3, 3)]}, r"skip=\[\(3, 3\)\] must hold ranges"),
+        ({"workers": -1}, "workers=-1 must be at least 0"),
+        ({"prefetch": 0}, "prefetch=0 must be at least 1"),
         ({"micro_batch_size": 0}, "micro_batch_size=0 must be at least 1"),
         ({"consumed": -1}, "consumed=-1 must be between 0 and 24"),
         ({"consumed": 25}, "consumed=25 must be between 0 and 24"),

@@ -1,0 +1,300 @@
+"""Several datasets as one, mixed by weights that may change on the way.
+
+Dimensions: S sequence length, B samples of a batch, T = B S tokens, D sources.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from math import floor, isfinite
+from typing import Any, Protocol
+
+import numpy as np
+
+from megablocks_core.data.blend_order import exhaustive, greedy
+from megablocks_core.data.collate import PER_TOKEN, host_and_device
+from megablocks_core.data.fingerprint import fingerprint
+from megablocks_core.data.mixture import Mixture
+from megablocks_core.data.place import Place
+
+Weights = Mapping[str, float]
+
+
+class Source(Protocol):
+    """What a blend needs of a dataset; ``GPTDataset`` and ``BlendedDataset`` have it."""
+
+    sequence_length: int
+
+    @property
+    def fingerprint(self) -> str:
+        """What changes with the order or the tokens."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, samples: np.ndarray) -> Mapping[str, Any]:
+        """Return some samples as one batch."""
+        ...
+
+    def num_loss_tokens(self, samples: np.ndarray) -> int:
+        """Return how many labels of some samples count."""
+        ...
+
+    def locate(self, sample: int) -> Place:
+        """Return where a sample comes from."""
+        ...
+
+
+class BlendedDataset:
+    """Samples of several ``sources``, by name, in proportion to ``weights``.
+
+    Each sample is a whole sample of one source, and a source gives its samples in its own order,
+    none left out and none twice. Which source gives sample ``k``, and which of its samples that
+    is, is arithmetic on ``k``: nothing is built or stored, and the state is one number.
+
+    - ``weights={"web": 7, "code": 3}`` mixes in that proportion: any stretch of samples has it, to
+      a few samples, and so has every 256th block of samples, inside which sources are shuffled.
+    - ``weights=[(0, {...}), (50_000, {...})]`` are segments: other weights from that sample on.
+      Each source goes on where it stopped. A segment, also with new sources, may be added to a
+      run, at the sample where it stands or later; what lies before must stay.
+    - without ``weights`` each source is used up, an epoch of each, mixed evenly to the end.
+
+    ``num_samples`` is the length; by default as long as the sources last. ``max_repetition``, one
+    number or one for each name, is how many epochs a source may give: asking for more is an error
+    here, not in the middle of the run.
+
+    ``order="megatron"`` is the reference's order instead: always the source furthest behind its
+    share, with the first of equals. It is an array of all samples, and its weights cannot change.
+    Sources keep their lengths then; the reference makes them 0.5% longer than their share.
+
+    Shapes: samples and batches are those of ``GPTDataset``; ``sample_ids`` and ``document_ids``
+    number the samples of the blend.
+
+    Sends nothing; every rank computes any sample for itself.
+
+    Raises:
+        ValueError: an empty source, sources of other lengths or with the same shuffle, weights
+            that are none, segments out of order, or a source asked beyond what it may give (names
+            the source, what is asked and what is there).
+
+    Source: orders of Megatron-LM's ``BlendedDataset`` for ``order="megatron"``.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        *,
+        seed: int,
+        weights: Weights | Sequence[tuple[int, Weights]] | None = None,
+        num_samples: int | None = None,
+        max_repetition: float | Mapping[str, float] = 1.0,
+        order: str = "native",
+    ) -> None:
+        if order not in ("native", "megatron"):
+            raise ValueError(f"order={order!r} must be 'native' or 'megatron'")
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} must be at least 1")
+        self.sources = dict(sources)
+        self.seed, self.order = seed, order
+        self.sequence_length = _one_length(self.sources)
+        _refuse_equal_shuffles(self.sources)
+        epochs = [_epoch(source) for source in self.sources.values()]
+        self.segments = self._checked_segments(weights, epochs)
+        self.exhaustive = weights is None
+        if self.exhaustive:
+            if num_samples not in (None, sum(epochs)):
+                raise ValueError(f"num_samples={num_samples} must be left out without weights")
+            num_samples = sum(epochs)
+        available = self._available(epochs, max_repetition)
+        if order == "native":
+            dense = [(start, self._dense(by_name)) for start, by_name in self.segments]
+            stop = num_samples if self.exhaustive else None
+            self._mixture = Mixture(len(self.sources), dense, seed=seed, stop=stop)
+        else:
+            self._drawn = self._draw(num_samples, epochs)
+        self._length = num_samples or self._longest(available)
+        self._give(self._asked(self._length), available)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
+        batch = self.batch([sample])
+        return {name: batch[name][0] for name in PER_TOKEN} | {"cu_seqlens": batch["cu_seqlens"]}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What changes with the order or the tokens of any sample."""
+        return self.fingerprint_until(None)
+
+    def fingerprint_until(self, num_samples: int | None) -> str:
+        """What changes with the order or the tokens of the first samples, and of no later one."""
+        segments = [
+            (start, [(name, weight) for name, weight in weights.items() if weight])
+            for start, weights in self.segments
+            if num_samples is None or start < num_samples
+        ]
+        used = dict(weight for _, weights in segments for weight in weights)
+        sources = {name: self.sources[name].fingerprint for name in used}
+        facts = {"segments": segments, "sources": sources, "exhaustive": self.exhaustive}
+        return fingerprint(seed=self.seed, order=self.order, **facts)
+
+    def batch(self, samples: Sequence[int] | np.ndarray) -> dict[str, Any]:
+        """Return samples laid end to end, as ``GPTDataset.batch`` does."""
+        ids, length = np.array(samples, np.int64), self.sequence_length
+        dtypes = {**dict.fromkeys(PER_TOKEN, np.int64), "loss_mask": np.float32}
+        whole = {name: np.empty((len(ids), length), dtype) for name, dtype in dtypes.items()}
+        bounds = [np.array([len(ids) * length])]
+        for source, rows, indices in self._by_source(ids):
+            part = source.batch(indices)
+            for name in PER_TOKEN:
+                whole[name][rows] = part[name].reshape(len(rows), length)
+            own = np.asarray(part["cu_seqlens"])[:-1]
+            bounds.append(rows[own // length] * length + own % length)
+        cu_seqlens = np.sort(np.concatenate(bounds))
+        firsts = cu_seqlens[:-1]
+        return {
+            **{name: rows.reshape(1, -1) for name, rows in whole.items()},
+            **host_and_device(cu_seqlens),
+            "sample_ids": ids,
+            "document_ids": ids[firsts // length] * length + firsts % length,
+        }
+
+    def num_loss_tokens(self, samples: Sequence[int] | np.ndarray) -> int:
+        """Return the sum of the loss masks of some samples."""
+        drawn = self._by_source(np.array(samples, np.int64))
+        return sum(source.num_loss_tokens(indices) for source, _, indices in drawn)
+
+    def locate(self, sample: int) -> Place:
+        """Return where a sample comes from; ``source`` is the name of the source here."""
+        number, index = self.find(np.array([sample]))
+        name, source = list(self.sources.items())[int(number[0])]
+        place = source.locate(int(index[0]))
+        inner = f"/{place.source}" if isinstance(source, BlendedDataset) else ""
+        return Place(name + inner, place.documents)
+
+    def find(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which source each sample is of, and which of its samples, both [B]."""
+        if samples.size and not 0 <= samples.min() <= samples.max() < len(self):
+            raise IndexError(f"samples {samples.min()} to {samples.max()} of {len(self)}")
+        if self.order == "native":
+            return self._mixture.find(samples)
+        return self._drawn.source[samples].astype(np.int64), self._drawn.index[samples]
+
+    def counts(self, num_samples: int) -> dict[str, int]:
+        """Return how many of the first samples each source gives."""
+        return dict(zip(self.sources, self._asked(num_samples).tolist(), strict=True))
+
+    def _by_source(self, ids: np.ndarray) -> list[tuple[Source, np.ndarray, np.ndarray]]:
+        """Return each source that gives some of the samples, with their rows and its indices."""
+        numbers, indices = self.find(ids)
+        sources = list(self.sources.values())
+        rows = [np.flatnonzero(numbers == number) for number in range(len(sources))]
+        return [
+            (source, own, indices[own])
+            for source, own in zip(sources, rows, strict=True)
+            if len(own)
+        ]
+
+    def _checked_segments(
+        self, weights: Weights | Sequence[tuple[int, Weights]] | None, epochs: list[int]
+    ) -> list[tuple[int, Weights]]:
+        """Return segments from sample 0 on, each with a weight for every source."""
+        if weights is None:
+            weights = dict(zip(self.sources, epochs, strict=True))
+        given = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
+        starts = [start for start, _ in given]
+        if not given or starts[0] != 0 or starts != sorted(set(starts)):
+            raise ValueError(f"weights begin at samples {starts}, must begin at 0 and increase")
+        if self.order == "megatron" and len(given) > 1:
+            raise ValueError("order='megatron' must have the same weights throughout")
+        for _, by_name in given:
+            if unknown := [name for name in by_name if name not in self.sources]:
+                raise ValueError(f"weights name {unknown}, must name of {list(self.sources)}")
+            values = self._dense(by_name)
+            if not all(map(isfinite, values)) or min(values) < 0 or sum(values) == 0:
+                raise ValueError(f"weights={by_name} must be 0 or more, one above 0, and finite")
+        return [(start, dict(zip(self.sources, self._dense(w), strict=True))) for start, w in given]
+
+    def _dense(self, weights: Weights) -> list[float]:
+        return [weights.get(name, 0) for name in self.sources]
+
+    def _available(self, epochs: list[int], limit: float | Mapping[str, float]) -> np.ndarray:
+        """Return how many samples each source may give."""
+        limits = limit if isinstance(limit, Mapping) else dict.fromkeys(self.sources, limit)
+        times = [limits.get(name, 1.0) for name in self.sources]
+        if min(times) < 0 or set(limits) - set(self.sources):
+            raise ValueError(f"max_repetition={limit} must be 0 or more, for names of the sources")
+        return np.array([floor(n * number) for n, number in zip(epochs, times, strict=True)])
+
+    def _draw(self, num_samples: int | None, epochs: list[int]) -> Any:
+        if self.exhaustive:
+            return exhaustive(epochs)
+        if num_samples is None:
+            raise ValueError("num_samples=None must be a number for order='megatron'")
+        values = np.array(self._dense(self.segments[0][1]), np.float64)
+        return greedy(values / values.sum(), num_samples)
+
+    def _asked(self, num_samples: int) -> np.ndarray:
+        if self.order == "native":
+            return self._mixture.counts(num_samples)
+        return np.bincount(self._drawn.source[:num_samples], minlength=len(self.sources))
+
+    def _longest(self, available: np.ndarray) -> int:
+        """Return the number of samples after which the first source has given all it may."""
+        fits, too_many = 0, int(available.sum()) + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if (self._asked(middle) <= available).all():
+                fits = middle
+            else:
+                too_many = middle
+        if not fits:
+            raise ValueError(f"max_repetition leaves {self.counts(1)} no sample to give")
+        return fits
+
+    def _give(self, asked: np.ndarray, available: np.ndarray) -> None:
+        """Refuse what a source cannot give, and make sources as long as they are asked to be."""
+        for (name, source), wanted, most in zip(
+            list(self.sources.items()), asked.tolist(), available.tolist(), strict=True
+        ):
+            resized = getattr(source, "resized", None) if self.order == "native" else None
+            most = most if resized else min(most, len(source))
+            if wanted > most:
+                raise ValueError(
+                    f"source {name!r} is asked for {wanted} samples, must be asked for at most "
+                    f"{most}, which is what max_repetition leaves of an epoch of {_epoch(source)}"
+                )
+            if resized and wanted > len(source):
+                self.sources[name] = resized(wanted)
+
+
+def _epoch(source: Source) -> int:
+    """Return the number of samples after which a source repeats itself."""
+    return getattr(source, "samples_per_epoch", len(source))
+
+
+def _one_length(sources: Mapping[str, Source]) -> int:
+    if not sources:
+        raise ValueError("sources={} must name at least one")
+    for name, source in sources.items():
+        if len(source) == 0:
+            raise ValueError(f"source {name!r} is empty, must hold at least one sample")
+    lengths = {name: source.sequence_length for name, source in sources.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"sources of sequence_length={lengths} must all be of one")
+    return next(iter(lengths.values()))
+
+
+def _refuse_equal_shuffles(sources: Mapping[str, Source]) -> None:
+    """Two sources of one size and seed would come in the same order: their windows in step."""
+    seen: dict[tuple[Any, int], str] = {}
+    for name, source in sources.items():
+        if (seed := getattr(source, "seed", None)) is None:
+            continue
+        key = (seed, _epoch(source))
+        if key in seen:
+            raise ValueError(
+                f"sources {seen[key]!r} and {name!r}, both with seed={seed} and {key[1]} samples "
+                f"an epoch, must have different seeds, or they are shuffled alike"
+            )
+        seen[key] = name
