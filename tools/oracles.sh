@@ -32,6 +32,7 @@ build() {
     megatron)
         install triton==3.9.0 einops==0.8.2 psutil==7.2.2
         install --no-deps --ignore-requires-python megatron-core==0.19.2
+        install grain==0.2.18  # for benchmarks
         ;;
     modelopt)
         install nvidia-ml-py==13.615.71 omegaconf==2.4.0 pulp==3.3.2 pydantic regex rich \
