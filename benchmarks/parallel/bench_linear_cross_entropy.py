@@ -12,24 +12,19 @@ float32 ones. There the peer of 16-bit inputs is the loss of their float32 copie
 nothing is promised.
 """
 
-import json
-import subprocess
 import sys
-import time
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from benchmarks.timing import Result, report, take_turns
+from benchmarks.peaks import peak_of, print_peak, report_peaks
+from benchmarks.timing import report, take_turns
 from megablocks_core.parallel import linear_cross_entropy
 
 _NAME, _PEER = "parallel/linear_cross_entropy", "F.linear and F.cross_entropy"
 _VOCAB, _HIDDEN = 1 << 17, 512
-_MIB = 1 << 20
 
 
 def bench_time(tokens: int, dtype: str, reduction: str, *, threads: int, limit: float) -> None:
@@ -53,12 +48,16 @@ def bench_memory(
     tokens: int, dtype: str, *, against: tuple[str, int], peer: str, limit: float
 ) -> None:
     """The peak of one step of ours against that of another step."""
-    ours_mib, ours_ms = _in_a_process("ours", tokens, dtype)
-    peer_mib, peer_ms = _in_a_process(against[0], against[1], dtype)
-    case = {"tokens": tokens, "dtype": dtype, "mib": ours_mib, "peer_mib": peer_mib}
-    ratio = round(ours_mib / peer_mib, 3)
-    result = Result(_NAME, peer, case, 1, 2, ours_ms, peer_ms, ratio, limit)
-    print(json.dumps(asdict(result)), flush=True)
+    module = "benchmarks.parallel.bench_linear_cross_entropy"
+    report_peaks(
+        peak_of(module, "ours", tokens, dtype),
+        peak_of(module, *against, dtype),
+        benchmark=_NAME,
+        whom=peer,
+        case={"tokens": tokens, "dtype": dtype},
+        limit=limit,
+        threads=2,
+    )
 
 
 def _inputs(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,31 +84,14 @@ def _multiplies_16_bits() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _in_a_process(side: str, tokens: int, dtype: str) -> tuple[int, float]:
-    """MiB beyond inputs and gradients, and milliseconds, of one step."""
-    command = [sys.executable, "-m", "benchmarks.parallel.bench_linear_cross_entropy"]
-    command += [side, str(tokens), dtype]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return tuple(json.loads(done.stdout))
-
-
 def _print_peak(side: str, tokens: int, dtype: str) -> None:
     hidden, weight, targets = _inputs(tokens, getattr(torch, dtype))
     widens = dtype == "bfloat16" and not _multiplies_16_bits()
     step = _ours if side == "ours" else partial(_peer, widens=widens)
-    step(hidden[:4], weight[:64], targets[:4] % 64, "mean")  # what a first step sets up
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
-    before, start = _kib("VmRSS"), time.perf_counter()
-    _, *gradients = step(hidden, weight, targets, "mean")
-    seconds = time.perf_counter() - start
-    given = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-    beyond = (_kib("VmHWM") - before) * 1024 - given
-    print(json.dumps([round(beyond / _MIB), round(seconds * 1e3, 1)]))
-
-
-def _kib(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
+    print_peak(
+        lambda: step(hidden, weight, targets, "mean")[1:],
+        warm_up=lambda: step(hidden[:4], weight[:64], targets[:4] % 64, "mean"),
+    )
 
 
 def main() -> None:

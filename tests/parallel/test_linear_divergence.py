@@ -1,5 +1,6 @@
 """The divergence without logits is that of the logits, at every cut and chunk."""
 
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import linear
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megablocks_core.groups import Group, chunk_slice
 from megablocks_core.parallel import (
@@ -69,30 +71,37 @@ def _cut(tensors, group, sequence_parallel):
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_it_equals_the_divergence_of_whole_logits(direction, stored, sequence_parallel):
     group = _world()
-    student, teacher, mask = _inputs(13, 3, 5)
-    y = _capped(linear(*teacher), 3.0)
-    for options in (
-        {"reduction": "mean"},
-        {"reduction": "none", "soft_cap": 4.0, "temperature": 1.0 if stored else 2.0},
+    student, teacher, some = _inputs(13, 3, 5)
+    # The mass that is not stored is known at temperature 1 alone, in reverse too.
+    scales = stored and direction == "forward"
+    for reduction, soft_cap, cap, temperature, missing, mask in (
+        ("mean", None, 3.0, 1.0, "bucket", some),
+        ("none", 4.0, None, 1.0 if stored else 2.0, "bucket", some),
+        ("sum", None, None, 0.5 if scales or not stored else 1.0, None, torch.ones_like(some)),
+        ("none", 5.0, 3.0, 3.0 if scales or not stored else 1.0, None, torch.zeros_like(some)),
     ):
+        missing = missing or ("renormalize" if scales else "bucket")
+        options = {"reduction": reduction, "temperature": temperature}
+        y = _capped(linear(*teacher), cap)
         own = _cut(student, group, sequence_parallel)
         if stored:
-            whose = StoredTopK(*y.log_softmax(-1).topk(3))
+            whose = StoredTopK(*y.log_softmax(-1).topk(3), missing)
         else:
-            whose = TeacherHead(*_cut(teacher, group, sequence_parallel), soft_cap=3.0)
+            whose = TeacherHead(*_cut(teacher, group, sequence_parallel), soft_cap=cap)
         with _small_chunks():
             loss = linear_kl(
                 *own[:2],
                 whose,
                 bias=own[2],
+                vocab_size=13 if soft_cap else None,
                 mask=mask,
                 direction=direction,
+                soft_cap=soft_cap,
                 sequence_parallel=sequence_parallel,
                 group=group,
                 **options,
             )
             _weighted(loss).backward()
-        soft_cap = options.pop("soft_cap", None)
         expected = vocab_parallel_kl(
             _capped(linear(*student), soft_cap),
             whose if stored else y,
@@ -119,6 +128,41 @@ def test_no_tensor_of_all_logits_exists(stored):
         linear_kl(*student[:2], whose).backward()
     # Logits of 16 tokens; the stored entries and the hidden states of all tokens are smaller.
     assert watch.largest <= 16 * 100 * 4
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes that are alive at a time, of what is made while on."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.alive = [(ref, n) for ref, n in self.alive if ref() is not None]
+            storage = result.untyped_storage()
+            known = {ref()._cdata for ref, _ in self.alive}
+            if storage._cdata not in known:
+                self.alive.append((weakref.ref(storage), storage.nbytes()))
+            self.most = max(self.most, sum(n for _, n in self.alive))
+        return result
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_memory_does_not_grow_with_the_tokens(direction, stored):
+    peaks = []
+    for length in (200, 400):
+        student, teacher, _ = _inputs(100, length, dtype=torch.float32)
+        whose = TeacherHead(*teacher)
+        if stored:
+            whose = StoredTopK(*linear(*teacher).log_softmax(-1).topk(3))
+        with patch.object(chunked_head, "_CHUNK", 16 * 100), _Peak() as peak:
+            linear_kl(*student[:2], whose, direction=direction).backward()
+        peaks.append(peak.most)
+    # But for the gradient in hidden states, 6 floats, and less than 30 numbers a token.
+    assert 0 < peaks[1] - peaks[0] < 200 * (6 + 30) * 4 < 200 * 100 * 4
 
 
 @ranks(2)
