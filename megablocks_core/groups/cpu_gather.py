@@ -6,6 +6,7 @@ ever answers. Gloo's all-gather of a single tensor does not.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch.distributed import ProcessGroup
@@ -23,6 +24,9 @@ def start(x: Tensor, *, group: Group) -> Tensor:
 
 
 def _start(x: Tensor, pg: ProcessGroup) -> Tensor:
+    if "cpu:gloo" not in dist.get_backend_config(pg):
+        ops = torch.ops._c10d_functional
+        return ops.all_gather_into_tensor(x, pg.size(), pg.group_name)
     whole = x.new_empty(pg.size() * x.shape[0], *x.shape[1:])
     wire = [torch.view_as_real(y) if y.is_complex() else y for y in (whole, x)]
     _register_work(whole, pg._allgather_base(*wire))
