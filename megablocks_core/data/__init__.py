@@ -13,12 +13,14 @@ from megablocks_core.data.bytes import decode_bytes as decode_bytes
 from megablocks_core.data.bytes import write_byte_documents as write_byte_documents
 from megablocks_core.data.collate import collate_packed as collate_packed
 from megablocks_core.data.collate import dense_mask as dense_mask
+from megablocks_core.data.content import split_by_content as split_by_content
 from megablocks_core.data.gather import gather_tokens as gather_tokens
 from megablocks_core.data.gpt import GPTDataset as GPTDataset
 from megablocks_core.data.indexed import IndexedDataset as IndexedDataset
 from megablocks_core.data.loader import Loader as Loader
 from megablocks_core.data.loader import Step as Step
 from megablocks_core.data.loader import as_tensors as as_tensors
+from megablocks_core.data.manifest import Manifest as Manifest
 from megablocks_core.data.megatron_order import MegatronOrder as MegatronOrder
 from megablocks_core.data.packing import Bins as Bins
 from megablocks_core.data.packing import first_fit_decreasing as first_fit_decreasing

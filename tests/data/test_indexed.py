@@ -1,6 +1,7 @@
 """The reader gives back what the format says, and refuses what it cannot mean."""
 
 import pickle
+import random
 import struct
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megablocks_core.data import IndexedDataset, index_file, indexed
+from megablocks_core.data import IndexedDataset, IndexedDatasetBuilder, index_file, indexed
 
 CODES = ["B", "b", "h", "i", "q", "d", "f", "H"]  # struct letters of the dtype codes 1 to 8
 
@@ -29,9 +30,15 @@ def files(sequences, documents, *, code=4, modes=b""):
 
 def write(path, index, tokens):
     prefix = path / "data"
-    prefix.with_suffix(".idx").write_bytes(index)
-    prefix.with_suffix(".bin").write_bytes(tokens)
+    for ending, data in ((".idx", index), (".bin", tokens)):
+        put(prefix.with_suffix(ending), data)
     return prefix
+
+
+def put(path, data):
+    """Write a new file, which is many times faster than to write into one."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
 
 
 SEQUENCES = [[1, 2, 3], [], [4], [5, 6]]
@@ -229,3 +236,175 @@ def test_verify_in_pieces_sees_faults_at_their_borders(tmp_path, monkeypatch, pi
         with pytest.raises(ValueError) as caught:
             IndexedDataset(write(tmp_path, damage(index), tokens)).verify()
         assert message in str(caught.value)
+
+
+def built(prefix, documents=((1, 2, 3), (), (4,)), **options):
+    with IndexedDatasetBuilder(prefix, dtype=np.uint16, **options) as builder:
+        for document in documents:
+            builder.add_document(list(document))
+    return IndexedDataset(prefix)
+
+
+def test_f_129_the_fingerprint_is_that_of_the_content(tmp_path):
+    """Copies have one; other tokens, borders or dtypes have another, with a manifest or without."""
+    first = built(tmp_path / "a").fingerprint
+    assert built(tmp_path / "b").fingerprint == first
+    others = [((1, 2, 3), (), (5,)), ((1, 2), (3,), (4,)), ((1, 2, 3), (), (4,), ())]
+    found = [first]
+    for number, documents in enumerate(others):
+        found.append(built(tmp_path / f"other-{number}", documents).fingerprint)
+    for path in tmp_path.glob("*.manifest.json"):
+        path.unlink()
+    plain = [IndexedDataset(tmp_path / "a").fingerprint]
+    assert IndexedDataset(tmp_path / "b").fingerprint == plain[0]
+    for number in range(len(others)):
+        plain.append(IndexedDataset(tmp_path / f"other-{number}").fingerprint)
+    assert len({*found, *plain}) == 2 * 4
+
+
+def test_the_fingerprint_without_a_manifest_reads_a_little_of_a_large_file(tmp_path):
+    """The two ends are always among it."""
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.uint8) as builder:
+        builder.add_document(np.zeros(1 << 22, np.uint8))
+    (tmp_path / "a.manifest.json").unlink()
+    before = IndexedDataset(tmp_path / "a").fingerprint
+    for place in (0, (1 << 22) - 1):
+        with open(tmp_path / "a.bin", "r+b") as file:
+            file.seek(place)
+            file.write(b"\1")
+        after = IndexedDataset(tmp_path / "a").fingerprint
+        assert after != before
+        before = after
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [((1, 2, 3),), ((1, 2, 3), (), (4, 5)), ((1, 2), (), (4,), (5,))],
+)
+def test_f_129_a_manifest_of_other_files_is_refused(tmp_path, replaced):
+    """As when another tool replaces the two files."""
+    built(tmp_path / "a")
+    built(tmp_path / "b", replaced)
+    for ending in (".idx", ".bin"):
+        (tmp_path / f"b{ending}").replace(tmp_path / f"a{ending}")
+    with pytest.raises(ValueError, match=r"a\.manifest\.json: says .* remove it if another tool"):
+        IndexedDataset(tmp_path / "a")
+    (tmp_path / "a.manifest.json").unlink()
+    assert [x.tolist() for x in IndexedDataset(tmp_path / "a")] == [list(x) for x in replaced]
+
+
+def test_verify_finds_files_of_equal_sizes_that_another_tool_wrote(tmp_path):
+    built(tmp_path / "a")
+    built(tmp_path / "b", ((1, 2, 3), (), (5,)))
+    (tmp_path / "b.bin").replace(tmp_path / "a.bin")
+    dataset = IndexedDataset(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"a\.bin: holds 8 bytes of xxh3-128 .* must hold 8 of"):
+        dataset.verify()
+
+
+def test_a_damaged_manifest_is_refused(tmp_path):
+    built(tmp_path / "a")
+    path = tmp_path / "a.manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"uint16", b"uint18"))
+    with pytest.raises(ValueError, match=r"a\.manifest\.json: is no manifest"):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_verify_finds_every_flipped_bit_by_the_manifest(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "HASHED_AT_A_TIME", 3)
+    built(tmp_path / "a").verify()
+    for ending in (".idx", ".bin", ".hashes"):
+        path = tmp_path / f"a{ending}"
+        sound = path.read_bytes()
+        for bit in range(8 * len(sound)):
+            changed = bytearray(sound)
+            changed[bit // 8] ^= 1 << bit % 8
+            put(path, changed)
+            with pytest.raises(ValueError, match=r"/a\."):
+                IndexedDataset(tmp_path / "a").verify()
+        put(path, sound)
+    IndexedDataset(tmp_path / "a").verify()
+
+
+def mutated(draw, pair, other):
+    """A pair of files with something wrong, most of the time."""
+    files = [bytearray(data) for data in pair]
+    for _ in range(draw.choice([1, 1, 1, 2, 4])):
+        kind, which = (
+            draw.choice(["cut", "longer", "flip", "run", "swap", "move"]),
+            draw.choice([0, 1]),
+        )
+        data = files[which]
+        start = draw.randrange(len(data) + 1)
+        if kind == "cut":
+            del data[start:]
+        elif kind == "longer":
+            data += draw.randbytes(draw.choice([1, 2, 4, 8, 100]))
+        elif kind == "flip" and data:
+            data[start % len(data)] ^= 1 << draw.randrange(8)
+        elif kind == "run":
+            length = draw.choice([1, 4, 8])
+            data[start : start + length] = draw.choice([bytes(length), b"\xff" * length])
+        elif kind == "swap":
+            files[which] = bytearray(other[which])
+        elif kind == "move":
+            del data[start : start + draw.choice([1, 2, 4, 8])]
+    return [bytes(data) for data in files]
+
+
+def random_pair(draw):
+    lengths = [draw.choice([0, 1, 1, 2, 5]) for _ in range(draw.randrange(8))]
+    code = draw.choice([1, 3, 4, 5, 8])
+    cuts = sorted(draw.randrange(len(lengths) + 1) for _ in range(draw.randrange(4)))
+    sequences = [[draw.randrange(100) for _ in range(n)] for n in lengths]
+    modes = bytes(len(lengths)) if draw.random() < 0.3 else b""
+    return files(sequences, [0, *cuts, len(lengths)], code=code, modes=modes)
+
+
+@pytest.mark.parametrize(
+    "number", [400, pytest.param(10_000, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_f_107_mutated_pairs_are_refused_by_name_or_read_right(tmp_path, monkeypatch, number):
+    """What is accepted lies end to end in the token file, document by document, to its last byte.
+
+    Every other pair is opened as a long index is, which is checked where it is read.
+    """
+    draw, outcomes = random.Random(number), []
+    prefix = tmp_path / "data"
+    for round_ in range(number):
+        monkeypatch.setattr(indexed, "CHECKED_ON_OPEN", 1 << 20 if round_ % 2 else -1)
+        index, tokens = mutated(draw, random_pair(draw), random_pair(draw))
+        write(tmp_path, index, tokens)
+        try:
+            dataset = IndexedDataset(prefix)
+            parts = [x.tobytes() for x in dataset]
+            dataset.verify()
+        except ValueError as error:
+            assert str(prefix) in str(error)
+            outcomes.append("refused")
+            continue
+        assert b"".join(parts) == tokens
+        assert [len(part) for part in parts] == (
+            dataset.sequence_lengths * dataset.dtype.itemsize
+        ).tolist()
+        bounds = dataset.document_indices.tolist()
+        assert bounds == sorted(bounds)
+        assert (bounds[0], bounds[-1]) == (0, len(dataset))
+        outcomes.append("read")
+    assert 0.5 < outcomes.count("refused") / number < 0.98
+
+
+@pytest.mark.parametrize(
+    "number", [100, pytest.param(10_000, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_with_a_manifest_every_mutation_of_a_pair_is_found(tmp_path, number):
+    draw = random.Random(number)
+    built(tmp_path / "data", ((1, 2, 3), (), (4,), (5, 6)), multimodal=True)
+    pair = [(tmp_path / f"data{ending}").read_bytes() for ending in (".idx", ".bin")]
+    for _ in range(number):
+        changed = mutated(draw, pair, random_pair(draw))
+        if changed == pair:
+            continue
+        write(tmp_path, *changed)
+        with pytest.raises(ValueError, match=r"/data\."):
+            IndexedDataset(tmp_path / "data").verify()
