@@ -51,8 +51,8 @@ class BlendedDataset:
     none left out and none twice. Which source gives sample ``k``, and which of its samples that
     is, is arithmetic on ``k``: nothing is built or stored, and the state is one number.
 
-    - ``weights={"web": 7, "code": 3}`` mixes in that proportion: any stretch of samples has it, to
-      a few samples, and so has every 256th block of samples, inside which sources are shuffled.
+    - ``weights={"web": 7, "code": 3}`` mixes in that proportion: each 64 samples have it, to
+      a few samples, and are shuffled among each other.
     - ``weights=[(0, {...}), (50_000, {...})]`` are segments: other weights from that sample on.
       Each source goes on where it stopped. A segment, also with new sources, may be added to a
       run, at the sample where it stands or later; what lies before must stay.

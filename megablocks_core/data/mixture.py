@@ -13,7 +13,7 @@ import numpy as np
 
 from megablocks_core.data.permutation import Permutation
 
-BLOCK = 256  # samples whose sources are shuffled among each other
+BLOCK = 64  # samples whose sources are shuffled among each other
 TABLES = 16  # blocks whose sources are kept
 
 
@@ -64,7 +64,7 @@ class _Table(NamedTuple):
 
 
 class Mixture:
-    """The order of a blend: the sources of each block of 256 samples are shuffled by arithmetic.
+    """The order of a blend: the sources of each block of 64 samples are shuffled by arithmetic.
 
     The number of samples that each source gives to a block is fixed by its ``Shares``, so any
     stretch of a run has the mixture that was asked for; the order inside a block is a

@@ -27,9 +27,9 @@ class NativeOrder:
         self.samples_per_epoch = (self.stream.num_tokens - 1) // sequence_length
         if self.samples_per_epoch < 1:
             raise ValueError(
-                f"split {split.name!r} ({_count(split)} of {indexed.num_documents}) holds "
-                f"{self.stream.num_tokens} tokens, must hold at least {sequence_length + 1} for "
-                f"one sample of sequence_length={sequence_length}"
+                f"{indexed.prefix}: split {split.name!r} ({_count(split)} of "
+                f"{indexed.num_documents}) holds {self.stream.num_tokens} tokens, must hold at "
+                f"least {sequence_length + 1} for one sample of sequence_length={sequence_length}"
             )
         self.facts = "native"
         self._permutation = Permutation(self.samples_per_epoch, seed=seed, epoch=0)

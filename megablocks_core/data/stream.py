@@ -132,11 +132,11 @@ def _check_range(split: Split, documents: range, num_documents: int) -> None:
 def _check_array(split: Split, documents: np.ndarray, num_documents: int) -> None:
     if documents.dtype != np.int64 or documents.ndim != 1:
         raise ValueError(f"split {split.name!r}: documents must be one row of int64")
-    if len(documents) and not 0 <= documents[0] <= documents[-1] < num_documents:
-        raise ValueError(f"split {split.name!r} must lie in {num_documents} documents")
     # Offsets come with documents that were put in order when they were found.
     if split.offsets is None and not (documents[1:] > documents[:-1]).all():
         raise ValueError(f"split {split.name!r}: documents must be in increasing order")
+    if len(documents) and not 0 <= documents[0] <= documents[-1] < num_documents:
+        raise ValueError(f"split {split.name!r} must lie in {num_documents} documents")
     if split.offsets is not None and len(split.offsets) != len(documents) + 1:
         raise ValueError(
             f"split {split.name!r} of {len(documents)} documents must have one offset more, "
