@@ -435,28 +435,78 @@ def test_a_failed_write_discards_everything(tmp_path):
         writer.add_document([1])
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
-def test_bytes_are_those_of_megatron_and_each_reads_the_other(dtype, tmp_path):
-    peers = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="oracle megatron")
-    generator = np.random.default_rng(0)
-    documents = [
-        [generator.integers(0, 30000, size=n).astype(dtype) for n in lengths]
-        for lengths in ([3, 1], [7], [0, 2, 5])
-    ]
-    theirs = peers.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
-    with IndexedDatasetBuilder(tmp_path / "ours", dtype=dtype) as ours:
-        for sequences in documents:
-            for sequence in sequences:
-                theirs.add_item(torch.from_numpy(sequence.astype(np.int64)))
-                ours.add_item(sequence)
-            theirs.end_document()
-            ours.end_document()
-    theirs.finalize(str(tmp_path / "theirs.idx"))
+def same_bytes(folder, ours, theirs):
+    for ending in (".bin", ".idx"):
+        assert (folder / f"{ours}{ending}").read_bytes() == (
+            folder / f"{theirs}{ending}"
+        ).read_bytes()
 
-    for suffix in (".bin", ".idx"):
-        written = [tmp_path / f"{name}{suffix}" for name in ("ours", "theirs")]
-        assert written[0].read_bytes() == written[1].read_bytes()
-    read = IndexedDataset(tmp_path / "theirs"), peers.IndexedDataset(str(tmp_path / "ours"))
-    for index, sequence in enumerate(s for sequences in documents for s in sequences):
-        assert all(np.array_equal(dataset[index], sequence) for dataset in read)
+
+@pytest.mark.parametrize("multimodal", [False, True], ids=["text", "multimodal"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_are_those_of_megatron_and_each_reads_the_other(dtype, multimodal, tmp_path):
+    """Written sequence by sequence or document by document, grown, and merged."""
+    peers = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="oracle megatron")
+    generator, dtype = np.random.default_rng(0), np.dtype(dtype).type
+    documents = [
+        [generator.integers(0, 128, size=n).astype(dtype) for n in lengths]
+        for lengths in ([3, 1], [7], [0, 2, 5], [])
+    ]
+
+    def modes_of(document):
+        return [len(sequence) % 5 for sequence in document] if multimodal else [0] * len(document)
+
+    def theirs(name):
+        return peers.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype, multimodal)
+
+    def finish(builder, name):
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+
+    # Sequence by sequence.
+    builder = theirs("theirs")
+    with IndexedDatasetBuilder(tmp_path / "ours", dtype, multimodal=multimodal) as ours:
+        for document in documents:
+            for sequence, mode in zip(document, modes_of(document), strict=True):
+                builder.add_item(torch.from_numpy(sequence), mode)
+                ours.add_item(sequence, mode)
+            builder.end_document()
+            ours.end_document()
+    finish(builder, "theirs")
+    same_bytes(tmp_path, "ours", "theirs")
+
+    # Document by document, ours in two goes.
+    builder = theirs("whole")
+    for document in documents:
+        tokens = np.concatenate([np.zeros(0, dtype), *document])
+        lengths = [len(sequence) for sequence in document]
+        builder.add_document(tokens, lengths, modes_of(document))
+        with IndexedDatasetBuilder(
+            tmp_path / "grown", dtype, append=len(lengths) != 2, multimodal=multimodal
+        ) as ours:
+            ours.add_document(tokens, lengths, modes_of(document))
+    finish(builder, "whole")
+    same_bytes(tmp_path, "grown", "whole")
+    same_bytes(tmp_path, "grown", "ours")
+
+    # Merged, each from files of the other.
+    builder = theirs("their_merge")
+    with IndexedDatasetBuilder(tmp_path / "merge", dtype, multimodal=multimodal) as merge:
+        for name in ("theirs", "ours", "whole"):
+            merge.add_index(tmp_path / name)
+            builder.add_index(str(tmp_path / name))
+    finish(builder, "their_merge")
+    same_bytes(tmp_path, "merge", "their_merge")
+
+    read = (
+        IndexedDataset(tmp_path / "theirs"),
+        peers.IndexedDataset(str(tmp_path / "ours"), multimodal=multimodal),
+    )
+    for index, sequence in enumerate(s for document in documents for s in document):
+        mode = len(sequence) % 5
+        assert np.array_equal(read[0][index], sequence)
+        given = read[1][index]
+        assert np.array_equal(given[0] if multimodal else given, sequence)
+        if multimodal:
+            assert read[0].sequence_modes[index] == given[1] == mode
     assert np.array_equal(read[0].document_indices, read[1].document_indices)
+    assert (read[0].sequence_modes is None) != multimodal
