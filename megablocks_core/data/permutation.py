@@ -54,6 +54,7 @@ class Permutation:
         # are measurably not equally likely, with 32 they are.
         rounds = 8 if size >= 1024 else 32
         self._keys = [_mix(key + GOLDEN * place & WORD) for place in range(1, rounds + 1)]
+        self._key_words = np.array(self._keys, np.uint64)
 
     @overload
     def __call__(self, place: int, *, threads: int = 1) -> int: ...
@@ -81,7 +82,7 @@ class Permutation:
         out = np.empty(places.size, np.int64)
         inside = _native.permute(
             np.ascontiguousarray(places.ravel(), np.int64),
-            keys=np.array(self._keys, np.uint64),
+            keys=self._key_words,
             low_bits=self._low_bits,
             high_bits=self._high.bit_length(),
             size=self.size,
