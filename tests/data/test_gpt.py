@@ -1,13 +1,20 @@
 """Samples are windows of the token stream, each once an epoch, with their documents' bounds."""
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megablocks_core.data import GPTDataset, IndexedDatasetBuilder, Split, split_documents
+from megablocks_core.data import (
+    GPTDataset,
+    IndexedDatasetBuilder,
+    Split,
+    dense_mask,
+    split_documents,
+)
 from megablocks_core.data.indexed import IndexedDataset
 
 
@@ -125,6 +132,122 @@ def test_f_120_two_ends_in_a_row_and_an_end_at_the_end(corpus):
     assert sample["cu_seqlens"].tolist() == [0, 2, 3, 5]
     assert sample["position_ids"].tolist() == [0, 1, 0, 0, 1]
     assert sample["loss_mask"].tolist() == [1, 0, 0, 1, 0]
+
+
+FLAGS = ("cross_document_loss", "cross_document_attention", "restart_positions")
+
+
+@pytest.mark.parametrize("end_token", [None, 0])
+@pytest.mark.parametrize("loss", [True, False])
+@pytest.mark.parametrize("attention", [True, False])
+@pytest.mark.parametrize("restart", [True, False])
+def test_f_120_options_do_not_interact(corpus, end_token, loss, attention, restart):
+    """By place where the index knows documents, by token where one document holds many."""
+    documents = [[5, 0], [7, 8, 9]] if end_token is None else [[5, 0, 7, 8, 9]]
+    options = dict(zip(FLAGS, (loss, attention, restart), strict=True))
+    dataset = GPTDataset(corpus(documents), 4, seed=0, end_token=end_token, **options)
+    sample = dataset[0]
+    assert sample["tokens"].tolist() == [5, 0, 7, 8]
+    assert sample["labels"].tolist() == [0, 7, 8, 9]
+    assert sample["loss_mask"].tolist() == ([1, 1, 1, 1] if loss else [1, 0, 1, 1])
+    assert sample["position_ids"].tolist() == ([0, 1, 0, 1] if restart else [0, 1, 2, 3])
+    assert sample["cu_seqlens"].tolist() == ([0, 4] if attention else [0, 2, 4])
+    assert dense_mask(sample["cu_seqlens"])[2].tolist() == [attention, attention, True, False]
+    assert dataset.num_loss_tokens([0]) == 4 - (not loss)
+    assert dataset.batch([0])["document_ids"].tolist() == ([0] if attention else [0, 2])
+
+
+def test_f_120_end_tokens_at_the_ends_of_samples(corpus):
+    indexed = corpus([[5, 0, 0, 0, 7, 0, 0, 8, 9]])
+    options = {"end_token": 0, "cross_document_loss": False}
+    first, second = by_start(GPTDataset(indexed, 4, seed=0, **options))[::-1]
+    assert first["tokens"].tolist() == [7, 0, 0, 8]
+    assert first["cu_seqlens"].tolist() == [0, 2, 3, 4]
+    assert first["loss_mask"].tolist() == [1, 0, 0, 1]
+    assert second["tokens"].tolist() == [5, 0, 0, 0]
+    assert second["cu_seqlens"].tolist() == [0, 2, 3, 4]
+    assert second["position_ids"].tolist() == [0, 1, 0, 0]
+    assert second["loss_mask"].tolist() == [1, 0, 0, 0]
+
+
+def test_documents_chosen_one_by_one_are_a_stream_of_their_own(corpus):
+    documents = [[10, 11, 12], [20], [30, 31], [], [40, 41, 42, 43]]
+    chosen = Split("some", np.array([0, 2, 3, 4]))
+    dataset = GPTDataset(corpus(documents), 4, seed=0, split=chosen)
+    first, second = by_start(dataset)
+    assert first["tokens"].tolist() == [10, 11, 12, 30]
+    assert first["labels"].tolist() == [11, 12, 30, 31]
+    assert second["tokens"].tolist() == [31, 40, 41, 42]
+    assert second["labels"].tolist() == [40, 41, 42, 43]
+    assert second["cu_seqlens"].tolist() == [0, 1, 4]
+    places = sorted(dataset.locate(k) for k in range(2))
+    assert places == [("some", [(0, 0, 3), (2, 0, 1)]), ("some", [(2, 1, 2), (4, 0, 3)])]
+    with pytest.raises(ValueError, match=r"split 'few' \(1 documents of 5\) holds 1 tokens"):
+        GPTDataset(corpus(documents), 4, seed=0, split=Split("few", np.array([1])))
+
+
+def test_places_hold_the_tokens_of_their_samples(stream):
+    lengths = [3, 0, 6, 1, 9, 0, 4]
+    ends = np.cumsum(lengths)
+    dataset = GPTDataset(stream(lengths), 4, seed=1, num_samples=9)
+    for sample in range(9):
+        source, documents = dataset.locate(sample)
+        found = [
+            int(ends[document]) - lengths[document] + token
+            for document, start, stop in documents
+            for token in range(start, stop)
+        ]
+        assert source == "all"
+        assert found == dataset[sample]["tokens"].tolist()
+
+
+def test_the_fingerprint_tells_what_changes_the_samples(corpus):
+    documents = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 12]]
+    indexed = corpus(documents)
+    plain: dict[str, Any] = {"seed": 1}
+
+    def of(tokens=indexed, length=2, **changes):
+        return GPTDataset(tokens, length, **{**plain, **changes}).fingerprint
+
+    assert of() == of(num_samples=99) == of(split=Split("other name", range(3)))
+    assert of() == of(tokens=corpus(documents))  # wherever the files lie
+    others = [
+        of(seed=2),
+        of(length=3),
+        of(split=Split("s", range(2))),
+        of(split=Split("s", np.array([0, 2]))),
+        of(split=Split("s", np.array([0, 1]))),
+        of(end_token=3),
+        of(order="megatron"),
+        *(of(**{flag: flag == "cross_document_attention"}) for flag in FLAGS),
+        of(tokens=corpus([[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 99]])),
+        of(tokens=corpus([[1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12]])),
+    ]
+    assert len({of(), *others}) == 1 + len(others)
+
+
+def test_resized_goes_on_in_the_same_order(stream):
+    dataset = GPTDataset(stream([41]), 4, seed=3)
+    longer = dataset.resized(25)
+    assert (len(dataset), len(longer)) == (10, 25)
+    assert [longer.starts([k]).tolist() for k in range(10)] == [
+        dataset.starts([k]).tolist() for k in range(10)
+    ]
+    assert longer.fingerprint == dataset.fingerprint
+    with pytest.raises(ValueError, match="num_samples=0 must be at least 1"):
+        dataset.resized(0)
+
+
+def test_tokens_behind_a_url_are_the_same(stream):
+    near = stream([3, 6, 1, 9, 4])
+    far = IndexedDataset("file://" + near.prefix)
+    assert not isinstance(far.tokens, np.ndarray)
+    for split in (None, Split("some", np.array([0, 1, 4]))):
+        expected, found = (
+            GPTDataset(indexed, 4, seed=0, split=split, cross_document_loss=False).batch([2, 0])
+            for indexed in (near, far)
+        )
+        assert all(np.array_equal(expected[name], found[name]) for name in expected)
 
 
 def test_f_121_each_epoch_has_every_window_once_in_its_own_order(stream):
