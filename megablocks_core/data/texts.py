@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 
-def read_texts(*paths: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -> Iterator[str]:
+def read_texts(*paths: str | os.PathLike[str], suffixes: Iterable[str] = ()) -> Iterator[str]:
     """Yield the texts of files and folders, in the order given.
 
     A ``.jsonl`` file yields the ``"text"`` of each line, any other file its whole text. A
@@ -19,10 +19,13 @@ def read_texts(*paths: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -
     named itself is a ``ValueError``, and so is a line that is no JSON object with a
     ``"text"``, wherever it stands.
     """
+    endings = (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
+    if not all(isinstance(ending, str) for ending in endings):
+        raise ValueError(f"suffixes={suffixes!r} must be ends of names, such as '.py'")
     for path in map(Path, paths):
         if path.is_dir():
             for inside in _files_in(path):
-                if inside.name.endswith(suffixes or ("",)):
+                if inside.name.endswith(endings or ("",)):
                     with suppress(UnicodeDecodeError):
                         yield from _texts_of(inside)
         else:

@@ -102,6 +102,10 @@ class ShardSpec:
             start += segment.size
         return held
 
+    def held_length(self, whole_length: int, rank: int | None = None) -> int:
+        """How much of the whole ``rank`` (default: this one) holds."""
+        return sum(part.stop - part.start for part in self.ranges(whole_length, rank))
+
     def counted(self, whole_length: int, rank: int | None = None) -> list[slice]:
         """The slices of a rank's share that count in sums over the group.
 

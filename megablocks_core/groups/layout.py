@@ -173,14 +173,16 @@ def split_family(
 
 def described(world_size: int, sizes: Mapping[str, int]) -> str:
     """Return "world_size=8, tp=2, ..." for errors: the same text on every rank."""
-    return ", ".join(f"{name}={size}" for name, size in {"world_size": world_size, **sizes}.items())
+    return ", ".join(
+        f"{name}={size!r}" for name, size in {"world_size": world_size, **sizes}.items()
+    )
 
 
 def _check_positive(sizes: Mapping[str, int], given: str) -> None:
     for name, size in sizes.items():
         if not _is_positive(size):
             rest = " or -1 (the rest of the world)" if name == "dp" else ""
-            raise ValueError(f"{name}={size} must be a positive whole number{rest}; got {given}")
+            raise ValueError(f"{name}={size!r} must be a positive whole number{rest}; got {given}")
 
 
 def _is_positive(size: object) -> bool:

@@ -151,7 +151,7 @@ class Mesh(_Axes):
         layout = dense_layout(world_size, sizes, order)
         expert = expert_layout(layout, ep=ep, etp=etp)
         if rank is not None and rank not in range(world_size):
-            raise ValueError(f"rank={rank} must be in range(world_size={world_size})")
+            raise ValueError(f"rank={rank!r} must be in range(world_size={world_size})")
         if options and not set(options) <= {*DENSE_AXES, *EXPERT_AXES}:
             raise ValueError(f"options={list(options)} must be axes: {DENSE_AXES + EXPERT_AXES}")
         self._expert_layout = expert
@@ -274,7 +274,7 @@ def _this_world(rank: int | None, sizes: Mapping[str, int]) -> tuple[int, int]:
     dist = sys.modules.get("torch.distributed")  # nobody has a world who has not loaded torch
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
-    if any(size > 1 for size in sizes.values()):
+    if any(isinstance(size, int) and size > 1 for size in sizes.values()):
         given = described(1, sizes)
         raise ValueError(
             f"sizes above 1 need world_size= or torch.distributed initialised; got {given}"

@@ -84,8 +84,8 @@ def dropout(
         first_feature: Where this rank's features start in the whole, if they are cut.
 
     Raises:
-        ValueError: ``p`` is no probability, or ``index`` is not of the tokens of ``x`` or not
-            int64.
+        ValueError: ``p`` is no probability, ``index`` is not of the tokens of ``x`` or not
+            int64, or ``first_feature`` is not whole, or negative.
     """
     check_probability(p, "p")
     if index.dtype != torch.int64:
@@ -95,6 +95,8 @@ def dropout(
             f"index of shape {list(index.shape)} must have one word for each row of x, "
             f"{list(x_TF.shape[:-1])}"
         )
+    if not (_is_integer(first_feature) and first_feature >= 0):
+        raise ValueError(f"first_feature={first_feature!r} must be a whole number of 0 or more")
     if p == 0:
         return x_TF
     return _Dropout.apply(x_TF, index, float(p), _stream_key(stream), first_feature)

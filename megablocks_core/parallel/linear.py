@@ -81,7 +81,7 @@ class ColumnParallelLinear(nn.Module):
         self.spec = _spec(0, out_features, segments, group)
         if not uneven:
             _require_even(self.spec, "out_features", packed=segments is not None)
-        rows = _share(self.spec, out_features)
+        rows = self.spec.held_length(out_features)
         self.weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
         bias_o = torch.empty(rows, device=device, dtype=dtype) if bias else None
         self.bias = None if bias_o is None else nn.Parameter(bias_o)
@@ -183,7 +183,7 @@ class RowParallelLinear(nn.Module):
         _require_even(self.spec, "in_features", packed=segments is not None)
         if self.spec.has_copies:
             raise ValueError(f"segments={segments} of a row-parallel layer must not set parts")
-        columns = _share(self.spec, in_features)
+        columns = self.spec.held_length(in_features)
         self.weight = nn.Parameter(torch.empty(out_features, columns, device=device, dtype=dtype))
         bias_O = torch.empty(out_features, device=device, dtype=dtype) if bias else None
         self.bias = None if bias_O is None else nn.Parameter(bias_O)
@@ -311,7 +311,7 @@ def gather_features(y_To: Tensor, spec: ShardSpec) -> Tensor:
     """
     whole_length = spec.whole_length(y_To.shape[-1])
     shares = [spec.ranges(whole_length, rank) for rank in range(spec.group.size)]
-    sizes = [sum(part.stop - part.start for part in share) for share in shares]
+    sizes = [spec.held_length(whole_length, rank) for rank in range(spec.group.size)]
     y_TO = gather_from(y_To, dim=-1, group=spec.group, sizes=sizes)
     if len(shares[0]) == 1 and not spec.has_copies:
         return y_TO
@@ -356,10 +356,6 @@ def _require_even_tokens(x: Tensor, group: Group) -> None:
             f"x of shape {tuple(x.shape)} has {count} tokens along dim -2, which must divide "
             f"evenly over a group of {group.size} ranks under sequence parallelism"
         )
-
-
-def _share(spec: ShardSpec, length: int) -> int:
-    return sum(part.stop - part.start for part in spec.ranges(length))
 
 
 def _reset(layer: ColumnParallelLinear | RowParallelLinear, seed: int | None, prefix: str) -> None:

@@ -5,7 +5,6 @@ https://arxiv.org/abs/2312.03732. What an adapter computes and sends is in ``ada
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from megablocks_core.groups import specs_of
+from megablocks_core.groups.patterns import chosen
 from megablocks_core.parallel.adapters import Adapter, adapted_layers, adapter_of
 from megablocks_core.parallel.initial import draw_key
 from megablocks_core.parallel.lora_layers import (
@@ -230,17 +230,10 @@ def _freeze_base(module: nn.Module) -> None:
 def _matched(module: nn.Module, patterns: list[str]) -> list[str]:
     """The names that patterns match, in the order of the module."""
     names = [clean_module_name(name) for name, _ in module.named_modules() if name]
-    found: set[str] = set()
-    unmatched = []
-    for pattern in patterns:
-        match = re.compile(r"(?:.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]*")).fullmatch
-        matched = [name for name in names if match(name)]
-        found.update(matched)
-        if not matched:
-            unmatched.append(pattern)
+    found, unmatched = chosen(names, patterns, ends=True)
     if unmatched or not patterns:
         raise ValueError(f"patterns must name layers of {kind_of(module)}, not {unmatched}")
-    return [name for name in names if name in found]
+    return found
 
 
 def _check(name: str, place: Place, rank: int, alpha: float) -> None:

@@ -106,7 +106,7 @@ def _held(shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> list[int]:
     """The shape of this rank's share."""
     held = list(shape)
     for spec in specs:
-        held[spec.dim] = sum(part.stop - part.start for part in spec.ranges(held[spec.dim]))
+        held[spec.dim] = spec.held_length(held[spec.dim])
     return held
 
 

@@ -60,8 +60,11 @@ def offload(
         What was moved, counted as it goes.
 
     Raises:
+        ValueError: ``min_bytes`` is not whole, or negative.
         RuntimeError: In backward: a saved tensor was changed in place, as in torch.
     """
+    if not (hasattr(min_bytes, "__index__") and min_bytes >= 0):
+        raise ValueError(f"min_bytes={min_bytes!r} must be a whole number of 0 or more")
     session = _Session(buffers, min_bytes, from_host)
     with saved_tensors_hooks(session.pack, session.unpack):
         try:

@@ -5,7 +5,6 @@ step of it, so "layers.*.mlp.up_proj" names one projection of every layer. This 
 and resolves plans; ``tensor_parallelize`` carries them out.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from megablocks_core.groups import Segment
+from megablocks_core.groups.patterns import matcher
 
 Named = Literal[
     "column", "column_gather", "row", "vocab", "heads", "replicated", "whole", "experts"
@@ -176,8 +176,7 @@ def _resolved(module: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[str,
     found: dict[str, Style] = {}
     unmatched = []
     for pattern, style in styles.items():
-        match = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
-        matched = [name for name in names if match(name)]
+        matched = list(filter(matcher(pattern), names))
         found.update(dict.fromkeys(matched, style))
         if not matched:
             unmatched.append(pattern)

@@ -1,6 +1,5 @@
 """Recomputation of a model's modules, chosen by their names."""
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups.patterns import matcher
 from megablocks_core.parallel.recompute import Kept, checked_kept, recompute
 
 
@@ -125,9 +125,7 @@ def _matched(model: nn.Module, policy: RecomputePolicy) -> tuple[str, ...]:
     chosen = set()
     names = [name for name, _ in model.named_modules()]
     for pattern in patterns:
-        steps = re.escape(pattern).replace(r"\*", r"[^.]+")
-        match = re.compile(rf"(.*\.)?{steps}" if pattern else "").fullmatch
-        found = [name for name in names if match(name)]
+        found = list(filter(matcher(pattern, ends=True), names))
         if not found:
             raise ValueError(f"modules={pattern!r} must name modules of the {type(model).__name__}")
         chosen.update(found[:: policy.every])

@@ -298,7 +298,7 @@ class _Cutter:
         spec, (owner, leaf) = self.blueprint.specs[name], owner_of(self.module, name)
         whole = owner.get_parameter(leaf)
         shape = list(whole.shape)
-        shape[spec.dim] = sum(part.stop - part.start for part in spec.ranges(shape[spec.dim]))
+        shape[spec.dim] = spec.held_length(shape[spec.dim])
         share = torch.empty(shape, dtype=whole.dtype, device=whole.device)
         if not whole.is_meta:
             load_slices(share, (spec,), whole)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megablocks_core.groups import Specs, logical_shape, marks
+from megablocks_core.groups.patterns import matcher
 
 Shape = tuple[int, ...]
 
@@ -34,6 +35,9 @@ class Rule:
         shape: Whether a parameter of this logical shape is meant; default: any. Of stacked
             experts it is the shape of one.
         needed: A rule that chooses nothing raises.
+
+    Raises:
+        ValueError: ``options`` has "params" or "param_names", which name what a group holds.
     """
 
     pattern: str
@@ -41,12 +45,12 @@ class Rule:
     shape: Callable[[Shape], bool] | None = None
     needed: bool = True
 
+    def __post_init__(self) -> None:
+        _check_options(self.options)
+
     def chooses(self, name: str, shape: Shape) -> bool:
         """Whether this rule is for a parameter of this name and shape."""
-        parts = (re.escape(part).replace(r"\*", "[^.]*") for part in self.pattern.split("**"))
-        return re.fullmatch(".*".join(parts), name) is not None and (
-            self.shape is None or self.shape(shape)
-        )
+        return matcher(self.pattern)(name) and (self.shape is None or self.shape(shape))
 
 
 class ParameterGroups(list[dict[str, Any]]):
@@ -112,6 +116,7 @@ def parameter_groups(
         ValueError: A rule chooses no parameter, ``module`` trains none, or ``mup_base`` has
             other names or numbers of dimensions, or comes without an ``lr`` to divide.
     """
+    _check_options(options)
     rules = list(rules)
     found = list(_parameters(module))
     for rule in rules:
@@ -135,6 +140,15 @@ def parameter_groups(
         group["params"].append(part.parameter)
         group["param_names"].append(part.name)
     return ParameterGroups(groups, {part.name: math.prod(part.whole) for part in trained})
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in _MEMBERS:
+        if name in options:
+            raise ValueError(
+                f"options={sorted(options)} must not have {name!r}: a group holds what its "
+                "rules choose"
+            )
 
 
 def _group_with(options: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +25,7 @@ class Scheduled:
 
     Raises:
         ValueError: The optimizer has taken a step or was loaded, and no ``base`` is given; a
-            group lacks ``option``; or ``base`` has not one value a group.
+            group lacks ``option``; or ``base`` has not one finite value a group.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class Scheduled:
         self.base = [
             float(value) for value in ([g[option] for g in groups] if base is None else base)
         ]
+        if not all(map(math.isfinite, self.base)):
+            raise ValueError(f"base={self.base} must be finite: the {option} of each group")
 
     def set(self, position: float) -> float:
         """Set every group for ``position``, and return the factor there."""

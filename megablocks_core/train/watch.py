@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megablocks_core.groups import LOCAL, Group, gather_from, marks, specs_of
 from megablocks_core.groups.marking import clean_name, without_ddp
+from megablocks_core.groups.patterns import chosen
 from megablocks_core.train.moments import WIDTH, add_rows, row_of, statistics
 from megablocks_core.train.shares import Share, local, share_of
 
@@ -98,13 +98,13 @@ class Watch:
         self._tensors: dict[tuple[str, str], tuple[Tensor, Share]] = {}
         for name, parameter, specs in marks(model):
             for kind in ("gradient", "parameter"):
-                if _matches(name, patterns[kind] or ()):
+                if _matches(name, patterns[kind]):
                     self._tensors[kind, name] = (parameter, share_of(parameter, specs))
-        chosen = patterns["activation"]
+        named = patterns["activation"]
         self._modules = {
             ("activation", name): module
             for name, module, is_layer in _named_modules(model)
-            if (is_layer if chosen is None else _matches(name, chosen))
+            if (is_layer if named is None else _matches(name, named))
         }
         self._require_all_parts()
         self._copies = self._agree()
@@ -223,16 +223,15 @@ def _require_matches(
     patterns: dict[str, Patterns | None], found: Iterable[tuple[str, str]]
 ) -> None:
     names = {kind: [name for known, name in found if known == kind] for kind in patterns}
-    for kind, chosen in patterns.items():
-        for pattern in (chosen,) if isinstance(chosen, str) else chosen or ():
-            if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names[kind]):
+    for kind, asked in patterns.items():
+        for pattern in chosen(names[kind], asked or (), across=True).unmatched:
+            if pattern != "*":
                 what = "module" if kind == "activation" else "parameter"
                 raise ValueError(f"{kind} pattern {pattern!r} must match the name of a {what}")
 
 
-def _matches(name: str, patterns: Patterns) -> bool:
-    patterns = (patterns,) if isinstance(patterns, str) else patterns
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _matches(name: str, patterns: Patterns | None) -> bool:
+    return bool(chosen([name], patterns or (), across=True).names)
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:

@@ -60,3 +60,13 @@ def test_pieces_hold_every_byte_once_in_an_order_of_the_seed():
     assert shuffled_pieces([], max_bytes=2) == []
     with pytest.raises(ValueError, match="max_bytes=0"):
         shuffled_pieces(texts, max_bytes=0)
+
+
+def test_suffixes_may_be_a_list_or_one(tmp_path):
+    for name in ("a.py", "b.txt", "c.md"):
+        (tmp_path / name).write_text(name)
+    for suffixes in ([".py", ".md"], {".md", ".py"}, iter([".py", ".md"])):
+        assert list(read_texts(tmp_path, suffixes=suffixes)) == ["a.py", "c.md"]
+    assert list(read_texts(tmp_path, suffixes=".md")) == ["c.md"]
+    with pytest.raises(ValueError, match="suffixes=.* must be ends of names"):
+        list(read_texts(tmp_path, suffixes=[".py", 3]))

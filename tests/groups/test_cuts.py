@@ -99,3 +99,9 @@ def test_a_cut_that_is_not_named_must_be_even():
 def test_cuts_that_cannot_be_raise(build, words):
     with pytest.raises(ValueError, match=words):
         build()
+
+
+def test_a_rank_holds_as_much_as_its_ranges():
+    spec = ShardSpec(0, Group(), segments=(Segment(4), Segment(3)))
+    assert spec.held_length(7) == 7
+    assert ShardSpec(0, Group()).held_length(5, rank=0) == 5

@@ -255,3 +255,11 @@ def test_ranks_are_those_of_megatron():
         theirs = peers.RankGenerator(tp=2, ep=3, dp=2, pp=2, cp=1, order=expert_order)
         for ours, its in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"), ("pp", "pp")):
             assert mesh.expert.ranks(ours) == theirs.get_ranks(its), (order, ours)
+
+
+@pytest.mark.parametrize("world_size", [None, 4])
+@pytest.mark.parametrize("axis", ["tp", "cp", "dp", "pp", "ep", "etp"])
+@pytest.mark.parametrize("size", ["2", 2.0, float("nan"), None])
+def test_a_size_that_is_no_number_is_named_with_its_value_and_the_rule(world_size, axis, size):
+    with pytest.raises(ValueError, match=rf"{axis}={size!r} must be a positive whole number"):
+        Mesh(world_size=world_size, **{axis: size})

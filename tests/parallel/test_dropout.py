@@ -326,3 +326,9 @@ def test_a_layer_drops_in_training_alone():
 def test_a_layer_of_no_rate_or_name_raises(arguments, message):
     with pytest.raises(ValueError, match=message):
         Dropout(**arguments)
+
+
+@pytest.mark.parametrize("first", [-1, 1.5, float("nan"), None])
+def test_a_first_feature_that_is_none_is_refused(first):
+    with pytest.raises(ValueError, match="first_feature=.* must be a whole number of 0 or more"):
+        dropout(torch.ones(4, 8, 7), 0.5, stream="layer", index=_index(), first_feature=first)

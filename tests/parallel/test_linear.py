@@ -26,6 +26,7 @@ from megablocks_core.parallel import (
     gather_features,
 )
 from megablocks_core.testing import ranks
+from tests.traffic import Traffic
 
 _PACKED = (Segment(8), Segment(4), Segment(4))  # q | k | v
 
@@ -368,3 +369,26 @@ def test_a_copy_shares_the_group_and_computes_alike():
     assert twin.group is layer.group
     assert torch.equal(twin(torch.ones(2, 8)), layer(torch.ones(2, 8)))
     assert ColumnParallelLinear(8, 16).group is LOCAL
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gathered_columns_send_their_features_once_more(sequence_parallel):
+    group, tokens, features, outputs = _world(), 8, 6, 12
+    layer = ColumnParallelLinear(
+        features, outputs, gather_output=True, sequence_parallel=sequence_parallel, group=group
+    )
+    own = tokens // group.size if sequence_parallel else tokens
+    x, forward = torch.ones(own, features, requires_grad=True), {}
+    with Traffic() as traffic:
+        y = layer(x)
+        forward = traffic.totals()
+        y.sum().backward()
+    assert y.shape == (tokens, outputs)
+    if not sequence_parallel:
+        assert forward == {"all_gather": (1, tokens * outputs)}
+        assert traffic.totals() == forward | {"all_reduce": (1, tokens * features)}
+        return
+    assert forward == {"all_gather": (2, tokens * (features + outputs))}
+    gathers = {"all_gather": (3, tokens * (2 * features + outputs))}
+    assert traffic.totals() == gathers | {"reduce_scatter": (1, tokens * features)}

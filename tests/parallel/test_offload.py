@@ -1,6 +1,7 @@
 """Saved tensors go to the host and come back the same; what stays, what moves, what is freed."""
 
 import gc
+import math
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -299,3 +300,10 @@ def test_gradients_off_moves_nothing():
     with torch.no_grad(), _on_cpu(buffers) as moved:
         _model()(_x())
     assert (moved.bytes, buffers.allocated) == (0, 0)
+
+
+@pytest.mark.parametrize("min_bytes", [math.nan, -1, 1.5, math.inf, "1", None])
+def test_a_size_that_is_none_is_refused_by_name(min_bytes):
+    refused = pytest.raises(ValueError, match=r"min_bytes=.* must be a whole number of 0 or more")
+    with refused, offload(HostBuffers(), min_bytes=min_bytes):
+        pass

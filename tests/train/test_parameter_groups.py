@@ -244,3 +244,11 @@ def test_the_elements_of_the_table_are_those_of_the_whole_model():
     layer = nn.Linear(4, 6, bias=False)
     mark(layer, "weight", ShardSpec(0, LOCAL))
     assert " 24 " in str(parameter_groups(layer, {"lr": 1.0}))
+
+
+@pytest.mark.parametrize("name", ["params", "param_names"])
+def test_options_that_would_replace_what_a_group_holds_are_refused(name):
+    with pytest.raises(ValueError, match=f"options=.* must not have '{name}'"):
+        Rule("**.weight", {"lr": 0.1, name: []})
+    with pytest.raises(ValueError, match=f"options=.* must not have '{name}'"):
+        parameter_groups(nn.Linear(2, 2), {"lr": 0.1, name: []})

@@ -92,3 +92,13 @@ def test_an_optimizer_in_use_needs_its_base_values_said():
     assert rates(optimizer) == [2.0, 4.0]
     with pytest.raises(ValueError, match="option='rate' must be one of"):
         Scheduled(two_groups(), constant_schedule(), option="rate")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_base_that_is_not_finite_is_refused(value):
+    with pytest.raises(ValueError, match="base=.* must be finite: the lr of each group"):
+        Scheduled(two_groups(), Ramp(4), base=[0.1, value])
+    optimizer = two_groups()
+    optimizer.param_groups[1]["lr"] = value
+    with pytest.raises(ValueError, match="base=.* must be finite"):
+        Scheduled(optimizer, Ramp(4))
