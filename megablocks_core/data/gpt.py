@@ -162,7 +162,7 @@ class GPTDataset:
         cu_seqlens = rows if self.cross_document_attention else bounds
         firsts, spans = cu_seqlens[:-1], np.diff(cu_seqlens)
         counted = bounds if self.restart_positions else rows
-        positions_T = np.arange(len(tokens_T)) - counted[:-1].repeat(np.diff(counted))
+        positions_T = _positions(counted)
         return {
             "tokens": tokens_T[None],
             "labels": labels_T[None],
@@ -251,6 +251,15 @@ class GPTDataset:
             return np.flatnonzero((tokens_T == self.end_token) & (has_label_T > 0))
         opening = parts.columns > 0
         return parts.windows[opening] * self.sequence_length + parts.columns[opening] - 1
+
+
+def _positions(bounds: np.ndarray) -> np.ndarray:
+    """Count from 0 between each two bounds; in place, since fresh memory is what costs most."""
+    positions_T = np.ones(bounds[-1], np.int64)
+    if len(bounds) > 1:
+        positions_T[0] = 0
+        positions_T[bounds[1:-1]] = 1 - np.diff(bounds[:-1])
+    return positions_T.cumsum(out=positions_T)
 
 
 def _check_count(num_samples: int | None) -> None:
