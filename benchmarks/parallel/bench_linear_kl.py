@@ -1,6 +1,6 @@
 """The divergence of two heads without logits against ``vocab_parallel_kl`` of whole logits.
 
-A vocabulary of 16384, hidden sizes 512 (student) and 768 (teacher) and weights of std 0.02, as in
+A vocabulary of 16384, hidden sizes 256 (student) and 384 (teacher) and weights of std 0.02, as in
 the benchmark of the cross-entropy and for its reasons. A step is the loss and its gradients in
 the student's hidden states and weight; the peer computes the logits of both.
 
@@ -20,7 +20,7 @@ from benchmarks.timing import report, take_turns
 from megablocks_core.parallel import StoredTopK, TeacherHead, linear_kl, vocab_parallel_kl
 
 _NAME, _PEER = "parallel/linear_divergence", "vocab_parallel_kl of F.linear"
-_VOCAB, _HIDDEN, _TEACHER, _STORED = 1 << 14, 512, 768, 32
+_VOCAB, _HIDDEN, _TEACHER, _STORED = 1 << 14, 256, 384, 32
 
 Inputs = tuple[Tensor, Tensor, TeacherHead | StoredTopK]
 

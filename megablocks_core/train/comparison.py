@@ -18,7 +18,15 @@ from megablocks_core.train.page import document, image, shown, step_bar, table
 from megablocks_core.train.speed import shares_of_step
 
 # What differs between any two starts, and says nothing.
-_BESIDE_THE_POINT = ("started", "ended", "recovery_seconds", "after_the_last_line", "label", "step")
+_BESIDE_THE_POINT = (
+    "started",
+    "ended",
+    "recovery_seconds",
+    "repeated_steps",
+    "after_the_last_line",
+    "label",
+    "step",
+)
 _ABSENT = '<span class="quiet">&ndash;</span>'
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
 from typing import NamedTuple
 
 from megablocks_core.train.folder import Run, ended_well
 from megablocks_core.train.lines import Line
 from megablocks_core.train.metrics import Mean, pooled
+from megablocks_core.train.spikes import usual
+
+_VALIDATION = "validation_loss"
 
 
 class Figure(NamedTuple):
@@ -22,6 +24,7 @@ class Figure(NamedTuple):
 
 
 _UNTIMED = "the run timed no step (StepTimer)"
+_UNNAMED = "none was measured, or only sets with names (validation_loss/NAME)"
 _UNPRICED = "no price was given (--price-per-hour), or no step was timed"
 
 FIGURES = {
@@ -60,12 +63,24 @@ FIGURES = {
             "from the last line before an interruption to the first after it, in all",
             "nothing was recovered from",
         ),
+        Figure(
+            "repeated_steps",
+            "",
+            "written before, and done again by a later start",
+            "the run has no record",
+        ),
     ),
     "Training": (
         Figure("loss", "nats", "training loss of the last line", "no finite loss was written"),
-        Figure("validation_loss", "nats", "the last one measured", "none was measured"),
+        Figure("validation_loss", "nats", "the last one measured", _UNNAMED),
         Figure("loss_anomalies", "", "not finite, or far above the median before", "no loss"),
         Figure("grad_norm_anomalies", "", "the same of the gradient norm", "no grad_norm"),
+        Figure(
+            "skipped_steps",
+            "",
+            "that a guard did not let through",
+            'no guard told (a metric "skipped": 1 where a step was skipped, else 0)',
+        ),
     ),
     "Data": (
         Figure("data_wait_share", "share", "of step time: waiting for the next batch", _UNTIMED),
@@ -123,12 +138,22 @@ def total_of(lines: Sequence[Line], name: str) -> Mean:
     return pooled(line.values[name] for line in lines if name in line.values)
 
 
+def validation_sets(lines: Sequence[Line]) -> list[str]:
+    """Names of the metrics that are validation losses: of the one set, or of several by name."""
+    names = dict.fromkeys(name for line in lines for name in line.values)
+    return [name for name in names if name == _VALIDATION or name.startswith(f"{_VALIDATION}/")]
+
+
+def set_name(metric: str) -> str:
+    """What a validation loss is of: the set's own name, or "validation" of the only one."""
+    return metric.removeprefix(f"{_VALIDATION}/") if "/" in metric else "validation"
+
+
 def anomalies(values: Sequence[float], *, window: int = 50, threshold: float = 6.0) -> list[int]:
     """Places where a value is not finite, or stands far above the median of those before it.
 
-    Far is ``threshold`` spreads of up to ``window`` finite values before, once there are 10. A
-    spread is 1.4826 median absolute deviations (a standard deviation of normal noise), at least
-    1% of the median. A loss that falls fast is no anomaly.
+    Far is ``threshold`` spreads, by the rule of ``spikes``, of up to ``window`` finite values
+    before, once there are 10. A loss that falls fast is no anomaly.
     """
     found: list[int] = []
     before: list[float] = []
@@ -136,11 +161,8 @@ def anomalies(values: Sequence[float], *, window: int = 50, threshold: float = 6
         if not math.isfinite(value):
             found.append(place)
             continue
-        if len(before) >= 10:
-            middle = median(before)
-            spread = 1.4826 * median(abs(other - middle) for other in before)
-            if value - middle > threshold * max(spread, 0.01 * abs(middle)):
-                found.append(place)
+        if len(before) >= 10 and value > usual(before, threshold=threshold).most:
+            found.append(place)
         before = [*before, value][-window:]
     return found
 
@@ -158,11 +180,13 @@ def lines_of_starts(run: Run) -> list[list[Line]]:
 def _training(lines: Sequence[Line]) -> dict[str, float]:
     losses, norms = _column(lines, "loss"), _column(lines, "grad_norm")
     validation = _column(lines, "validation_loss")
+    skipped = total_of(lines, "skipped")
     return {
         "loss": losses[-1] if losses else math.nan,
         "validation_loss": validation[-1] if validation else math.nan,
         "loss_anomalies": len(anomalies(losses)) if losses else math.nan,
         "grad_norm_anomalies": len(anomalies(norms)) if norms else math.nan,
+        "skipped_steps": skipped.sum if skipped.count else math.nan,
     }
 
 
@@ -184,6 +208,7 @@ def _faults(run: Run) -> dict[str, float]:
         "interruptions": sum(not ended_well(s) for s in earlier) + (last["error"] is not None),
         "errors": sum(start["error"] is not None for start in run.starts),
         "recovery_seconds": math.fsum(recoveries) if recoveries else math.nan,
+        "repeated_steps": sum(start.get("repeated_steps") or 0 for start in run.starts),
     }
 
 

@@ -35,9 +35,10 @@ class RunFolder:
 
     ``step`` is the first step to come: 0, or where a checkpoint left off. A start in a folder
     that has lines continues that run: lines of ``step`` and beyond are dropped. Each start adds
-    its record with ``step``, ``started``, ``ended`` and ``error``; a start without ``ended`` was
-    killed. After such a start, ``recovery_seconds`` is the time from the last line written
-    before it to the first line written by the next.
+    its record with ``step``, ``started``, ``ended``, ``error`` and ``repeated_steps`` (how many
+    it does again, because lines of them were there); a start without ``ended`` was killed. After
+    such a start, ``recovery_seconds`` is the time from the last line written before it to the
+    first line written by the next.
 
     Raises:
         ValueError: A file of the folder cannot be read; ``write`` goes back in steps.
@@ -60,7 +61,8 @@ class RunFolder:
             broken_off = bool(self._starts) and not ended_well(self._starts[-1])
             self._recovers_from = self._lines.last_seen if broken_off else None
             now = time.time()
-            self._starts.append({**record, **dict.fromkeys(_FATE), "step": step, "started": now})
+            fate = {"step": step, "started": now, "repeated_steps": self._lines.dropped}
+            self._starts.append({**record, **dict.fromkeys(_FATE), **fate})
             self._save()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

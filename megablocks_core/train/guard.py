@@ -15,11 +15,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
+from megablocks_core.train.spikes import usual
 
 Value = float | Tensor | tuple[float | Tensor, float | Tensor]
 
@@ -99,10 +99,11 @@ class SpikeGuard:
     mean of all ranks is judged, so every rank gives the same answer. Over ``LOCAL`` nothing is
     sent and the values must be the same everywhere.
 
-    Far is more than ``threshold`` standard deviations above the mean of the last ``window``
-    values of steps that were taken; the deviation counts as at least a hundredth of the mean, so
-    that a still window makes no spikes. Nothing is judged before ``window // 2`` values. A value
-    that is not finite never passes. A skipped value does not enter the window.
+    Far is more than ``threshold`` spreads above the median of the last ``window`` values of
+    steps that were taken. A spread is 1.4826 median absolute deviations, a standard deviation of
+    normal noise, and at least 1% of the median: the rule by which reports ring values. Nothing
+    is judged before ``window // 2`` values. A value that is not finite never passes. A skipped
+    value does not enter the window.
 
     ``policy`` and ``patience`` are those of ``FiniteGuard``: with a level that has moved for
     good, patience ends.
@@ -168,12 +169,10 @@ class SpikeGuard:
         past = self._past.get(name, [])
         if len(past) < self.window // 2:
             return None
-        window = numpy.array(past)
-        mean, deviation = float(window.mean()), float(window.std())
-        most = mean + self.threshold * max(deviation, 0.01 * abs(mean))
+        median, most = usual(past, threshold=self.threshold)
         if value <= most:
             return None
-        return f"{name}={value:.6g} must not be above {most:.6g}, after a mean of {mean:.6g}"
+        return f"{name}={value:.6g} must not be above {most:.6g}, after a median of {median:.6g}"
 
 
 class _Policy:

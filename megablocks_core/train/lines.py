@@ -48,6 +48,7 @@ class JsonLines:
     def __init__(self, path: str | Path, *, step: int = 0, group: Group = LOCAL) -> None:
         self.path = Path(path)
         self.last_seen: float | None = None  # the clock of the last line found, dropped or not
+        self.dropped = 0  # steps whose lines were found and are about to run again
         self._last_step = step - 1
         self._file: int | None = None
         with together(f"writing {self.path}", group=group, raises=OSError):
@@ -92,6 +93,8 @@ class JsonLines:
             self.last_seen = line.time
             if line.step < step:
                 end = offset
+            else:
+                self.dropped = line.step + 1 - step
         return end
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any, NamedTuple
 
-from megablocks_core.train.figures import FIGURES, total_of
+from megablocks_core.train.figures import FIGURES, set_name, total_of, validation_sets
 from megablocks_core.train.folder import Run, ended_well
 from megablocks_core.train.speed import shares_of_step
 
@@ -72,6 +72,7 @@ def page(
         _step_time(run),
         image(pictures.speed, "Tokens a second, and phases of a step, over steps"),
         _figures(present, absent),
+        _validation(run),
         "" if pictures.layers is None else "<h2>Layers</h2>",
         image(pictures.layers, "Gradient norm and output of each layer over steps"),
         _distance(run.summary.get("layout_distance")),
@@ -189,6 +190,20 @@ def _figures(present: Mapping[str, float], absent: Mapping[str, str]) -> str:
     return f"<h2>Hard metrics</h2>\n<table><tbody>{''.join(rows)}</tbody></table>"
 
 
+def _validation(run: Run) -> str:
+    """The last loss of each validation set, where there are several."""
+    names = validation_sets(run.lines)
+    if len(names) < 2 and names in ([], ["validation_loss"]):
+        return ""
+    rows = []
+    for name in names:
+        step, mean = next(
+            (line.step, line.values[name]) for line in reversed(run.lines) if name in line.values
+        )
+        rows.append((escape(set_name(name)), f"{float(mean):.4f}", f"{step:,}"))
+    return "<h2>Validation sets</h2>\n" + table(("set", "loss (nats)", "at step"), rows)
+
+
 def _distance(distance: object) -> str:
     if distance is None:
         return ""
@@ -215,10 +230,11 @@ def _starts(run: Run) -> str:
             datetime.fromtimestamp(start["started"], UTC).strftime("%Y-%m-%d %H:%M:%S"),
             _fate(start, is_last=start is run.starts[-1]),
             "" if start["recovery_seconds"] is None else shown(start["recovery_seconds"], "s"),
+            f"{start['repeated_steps']:,}" if start.get("repeated_steps") else "",
         )
         for number, start in enumerate(run.starts, start=1)
     ]
-    head = ("start", "", "from step", "began (UTC)", "ended", "recovered in")
+    head = ("start", "", "from step", "began (UTC)", "ended", "recovered in", "steps again")
     return "<h2>Starts</h2>\n" + table(head, rows)
 
 

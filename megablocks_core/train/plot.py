@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import chain, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megablocks_core.train.drawing import (
     NOTE,
     QUIET,
+    SERIES,
     TRAINING,
     VALIDATION,
     choose_scale,
@@ -19,7 +21,12 @@ from megablocks_core.train.drawing import (
     panels,
     points,
 )
-from megablocks_core.train.figures import anomalies, lines_of_starts
+from megablocks_core.train.figures import (
+    anomalies,
+    lines_of_starts,
+    set_name,
+    validation_sets,
+)
 from megablocks_core.train.folder import Run
 
 if TYPE_CHECKING:
@@ -65,16 +72,18 @@ def draw_starts(axes: Sequence[Axes], run: Run) -> None:
 
 def _draw_losses(axes: Axes, run: Run) -> None:
     ends: list[tuple[float, float, str, str]] = []
-    training, validation = points(run, "loss"), points(run, "validation_loss")
-    choose_scale(axes, [loss for _, loss in [*training, *validation]])
+    training = points(run, "loss")
+    validation = {set_name(name): points(run, name) for name in validation_sets(run.lines)}
+    choose_scale(axes, [loss for _, loss in chain(training, *validation.values())])
     if training:
         step, loss = draw_smoothed(axes, training, TRAINING)
         ends.append((step, loss, f"training {loss:.2f}", TRAINING))
         _mark_anomalies(axes, training)
-    if validation:
-        steps, losses = zip(*validation, strict=True)
-        axes.plot(steps, losses, color=VALIDATION, linewidth=1.2, marker="o", markersize=3.5)
-        ends.append((steps[-1], losses[-1], f"validation {losses[-1]:.2f}", VALIDATION))
+        _mark_skipped(axes, run)
+    for (name, series), color in zip(validation.items(), cycle(SERIES[1:])):
+        steps, losses = zip(*series, strict=True)
+        axes.plot(steps, losses, color=color, linewidth=1.2, marker="o", markersize=3.5)
+        ends.append((steps[-1], losses[-1], f"{name} {losses[-1]:.2f}", color))
     axes.set_ylabel("loss (nats per token)")
     label_ends(axes, ends)
 
@@ -107,6 +116,17 @@ def _mark_anomalies(axes: Axes, series: Sequence[tuple[int, float]]) -> None:
     if lost:
         axes.plot(lost, [0.1] * len(lost), marker="x", transform=below, **unlined)
         _note(axes, "not finite", (lost[0], 0.1), below)
+
+
+def _mark_skipped(axes: Axes, run: Run) -> None:
+    """A triangle at the foot of each line whose step, or one of whose steps, a guard skipped."""
+    steps = [step for step, share in points(run, "skipped") if share > 0]
+    if steps:
+        below = axes.get_xaxis_transform()
+        axes.plot(
+            steps, [0.04] * len(steps), "^", color=NOTE, markersize=5, transform=below, zorder=3
+        )
+        _note(axes, "skipped", (steps[0], 0.04), below)
 
 
 def _note(axes: Axes, words: str, place: tuple[float, float], coordinates: Transform) -> None:

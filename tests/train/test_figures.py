@@ -12,7 +12,9 @@ from megablocks_core.train.figures import (
     anomalies,
     hard_metrics,
     lines_of_starts,
+    set_name,
     total_of,
+    validation_sets,
 )
 from megablocks_core.train.folder import Run
 from megablocks_core.train.lines import Line
@@ -164,3 +166,21 @@ def test_a_spike_is_held_against_the_latest_values_only():
 def test_total_of():
     lines = [Line(0, 0.0, {"a": Mean(1.0, 2)}), Line(1, 0.0, {}), Line(2, 0.0, {"a": Mean(5.0, 2)})]
     assert total_of(lines, "a") == 1.5 and math.isnan(total_of(lines, "b"))
+
+
+def test_steps_skipped_and_steps_done_again_are_counted():
+    lines = [Line(0, 0.0, {"skipped": Mean(2.0, 5)}), Line(5, 0.0, {"skipped": Mean(1.0)})]
+    starts = [start(0) | {"repeated_steps": 0}, start(3) | {"repeated_steps": 4}, start(6)]
+    present, absent = hard_metrics(run_of(lines, starts))
+    assert (present["skipped_steps"], present["repeated_steps"]) == (3, 4)
+    _, absent = hard_metrics(run_of([Line(0, 0.0, {})]))
+    assert {"skipped_steps", "repeated_steps"} <= absent.keys()
+
+
+def test_validation_sets_are_found_by_their_names():
+    lines = [Line(0, 0.0, {"loss": Mean(1.0), "validation_loss/web": Mean(2.0)})]
+    lines += [Line(1, 0.0, {"validation_loss/code": Mean(2.0), "validation_loss": Mean(3.0)})]
+    names = validation_sets(lines)
+    assert names == ["validation_loss/web", "validation_loss/code", "validation_loss"]
+    assert [set_name(name) for name in names] == ["web", "code", "validation"]
+    assert "validation_loss/NAME" in hard_metrics(run_of(lines[:1]))[1]["validation_loss"]

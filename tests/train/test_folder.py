@@ -139,3 +139,10 @@ def test_only_rank_0_writes(tmp_path):
     group.barrier()
     assert [start["rank"] for start in json.loads((tmp_path / "record.json").read_text())] == [0]
     assert [line.values for line in read_run(tmp_path).lines] == [{"loss": 1.0}]  # of 0 and 2
+
+
+def test_steps_that_are_done_again_are_counted(tmp_path):
+    """After lines up to 5 a start at 3 does three steps again, one at 6 none."""
+    for first, last in ((0, 6), (3, 6), (6, 7)):
+        write_steps(tmp_path, first, last)
+    assert [start["repeated_steps"] for start in read_run(tmp_path).starts] == [0, 3, 0]

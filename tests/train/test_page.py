@@ -143,3 +143,25 @@ def test_a_run_without_figures_has_a_page():
 )
 def test_numbers_for_people(value, unit, text):
     assert shown(value, unit) == text
+
+
+def test_several_validation_sets_are_shown_by_name_with_their_last_loss():
+    lines = [
+        Line(4, 0.0, {"validation_loss/web": Mean(30.0, 10), "validation_loss/<b>": Mean(5.0)}),
+        Line(9, 0.0, {"validation_loss/web": Mean(25.0, 10)}),
+        Line(10, 0.0, {"loss": Mean(2.0)}),
+    ]
+    _, text = page_of(lines=lines)
+    assert "Validation sets" in text
+    assert "web 2.5000 9" in text and "<b> 5.0000 4" in text
+    one = [Line(0, 0.0, {"validation_loss": Mean(2.0)})]
+    assert "Validation sets" not in page_of(lines=one)[1] + page_of()[1]
+
+
+def test_steps_done_again_and_skipped_are_shown():
+    starts = [record(0, ended=None), record(3, repeated_steps=1200)]
+    lines = [Line(step, 0.0, {"skipped": Mean(float(step == 3))}) for step in range(5)]
+    _, text = page_of(starts=starts, lines=lines)
+    assert "steps again" in text and "1,200" in text
+    assert "skipped_steps 1 that a guard did not let through" in text
+    assert "repeated_steps 1,200 written before" in text

@@ -107,3 +107,24 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"megablocks-core\[report\]"):
         plot_loss(run_of("loss"), tmp_path / "loss.png")
+
+
+def test_validation_sets_have_curves_and_names_of_their_own(drawn):
+    run = run_of("loss", "validation_loss/web", "validation_loss/code")
+    losses = drawn(run)[0]
+    said = words(losses)
+    assert any(text.startswith("web ") for text in said)
+    assert any(text.startswith("code ") for text in said)
+    colors = {line.get_color() for line in losses.lines if len(line.get_xdata()) == 100}
+    assert len(colors) == 3
+
+
+def test_steps_that_a_guard_skipped_are_marked(drawn):
+    run = run_of("loss")
+    for line in run.lines:
+        line.values["skipped"] = Mean(float(line.step in (20, 70)))
+    losses = drawn(run)[0]
+    assert "skipped" in words(losses)
+    (marks,) = [line for line in losses.lines if line.get_marker() == "^"]
+    assert list(marks.get_xdata()) == [20, 70]
+    assert "skipped" not in words(drawn(run_of("loss"))[0])

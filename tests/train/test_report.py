@@ -41,6 +41,7 @@ def test_the_folder_gets_page_picture_and_json(run):
         "communication_wait_share",
         "recovery_seconds",
         "validation_loss",
+        "skipped_steps",
         "checkpoint_seconds",
         "mesh",
         "spec",
