@@ -79,9 +79,9 @@ void build_sample_index(Vector<const std::int32_t> lengths, Vector<const Documen
     const megablocks::Stream<Document> stream{
         lengths.data(), static_cast<std::int64_t>(lengths.size()), document_index.data(),
         static_cast<std::int64_t>(document_index.size())};
+    const megablocks::Samples<Index> samples{sequence_length, extra, num_samples, out.data()};
     nb::gil_scoped_release released;
-    megablocks::build_sample_index(stream, sequence_length, extra, num_tokens, num_samples,
-                                   out.data(), threads);
+    megablocks::build_sample_index(stream, samples, num_tokens, threads);
 }
 
 template <typename Source>

@@ -12,3 +12,39 @@ def gather_tokens(
     threads: int = 1,
 ) -> None:
     """Write ranges of ``tokens`` into ``out``, checked, on up to ``threads`` threads."""
+
+def permute(
+    places: NDArray[np.int64],
+    *,
+    keys: NDArray[np.uint64],
+    low_bits: int,
+    high_bits: int,
+    size: int,
+    out: NDArray[np.int64],
+    threads: int = 1,
+) -> bool:
+    """Write the element at each place into ``out``; false if a place is outside."""
+
+def build_sample_index(
+    lengths: NDArray[np.int32],
+    document_index: NDArray[np.integer],
+    *,
+    sequence_length: int,
+    extra: int,
+    num_tokens: int,
+    out: NDArray[np.integer],
+    threads: int = 1,
+) -> None:
+    """Write the place and offset at which each sample begins into ``out``."""
+
+def blend(
+    weights: NDArray[np.float64],
+    sizes: NDArray[np.int64] | None,
+    *,
+    source: NDArray[np.integer],
+    index: NDArray[np.int64],
+) -> None:
+    """Write which source each sample comes from, and which of its samples it is."""
+
+def first_fit(lengths: NDArray[np.int64], *, capacity: int, bins: NDArray[np.int64]) -> None:
+    """Write the first bin that has room for each item, in the given order."""

@@ -1,5 +1,8 @@
 """Megatron-LM's own ``GPTDataset`` over a dataset of ours: an oracle, and a peer to time."""
 
+from importlib import import_module
+from typing import Any
+
 import numpy as np
 
 
@@ -12,13 +15,13 @@ class Tokenizer:
 
 def megatron_dataset(
     prefix, length, *, seed, num_samples, sequences, extra_token=True, drop_last=True
-):
+) -> Any:
     """Build the reference over a range of sequences; in memory, as it does for mock data."""
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.core.datasets.utils import Split
-
-    config = GPTDatasetConfig(
+    core = "megatron.core.datasets"
+    gpt, indexed, utils = (
+        import_module(f"{core}.{name}") for name in ("gpt_dataset", "indexed_dataset", "utils")
+    )
+    config = gpt.GPTDatasetConfig(
         random_seed=seed,
         sequence_length=length,
         tokenizer=Tokenizer(),
@@ -31,5 +34,5 @@ def megatron_dataset(
     )
     assert config.mock  # so nothing is cached
     indices = np.arange(sequences.start, sequences.stop, dtype=np.int32)
-    dataset = IndexedDataset(str(prefix), mmap=True)
-    return GPTDataset(dataset, str(prefix), indices, num_samples, Split.valid, config)
+    dataset = indexed.IndexedDataset(str(prefix), mmap=True)
+    return gpt.GPTDataset(dataset, str(prefix), indices, num_samples, utils.Split.valid, config)

@@ -21,7 +21,7 @@ from megablocks_core.data import (
 )
 from megablocks_core.data.megatron_order import MegatronIndex
 from tests.data.megatron import megatron_dataset
-from tests.data.test_sample_index import plain_index
+from tests.data.plain_index import plain_index
 
 ORDERS = [MegatronOrder(extra_token=e, drop_last=d) for e in (True, False) for d in (True, False)]
 
@@ -47,6 +47,11 @@ def plain_indices(lengths, length, *, seed, num_samples, order):
     runs = itertools.pairwise([0, before, len(samples) - 1] if apart else [0, len(samples) - 1])
     shuffle = [k for first, last in runs for k in shuffled(range(first, last))]
     return documents, samples, shuffle
+
+
+def index_of(dataset: GPTDataset) -> MegatronIndex:
+    assert isinstance(dataset._order, MegatronIndex)
+    return dataset._order
 
 
 @given(
@@ -159,7 +164,7 @@ def test_a_part_of_the_sequences_is_a_corpus_of_its_own(corpus):
     for split in (Split("valid", range(7, 19)), SequenceSplit("valid", range(7, 19)), chosen):
         dataset = GPTDataset(whole, 4, split=split, **options)
         assert np.array_equal(dataset.batch(range(25))["tokens"], alone["tokens"])
-        assert dataset._order.document_index.min() == 7
+        assert index_of(dataset).document_index.min() == 7
         place = dataset.locate(3)
         tokens = [documents[d][i] for d, a, b in place.documents for i in range(a, b)]
         assert (place.source, tokens) == ("valid", dataset[3]["tokens"].tolist())
@@ -174,7 +179,7 @@ def test_sequences_are_what_is_shuffled_and_cut(tmp_path):
     split = split_sequences(len(indexed), "65,35")["train"]
     assert split == SequenceSplit("train", range(13))
     dataset = GPTDataset(indexed, 4, seed=1, order="megatron", split=split)
-    assert sorted(dataset._order.document_index.tolist()) == list(range(13))
+    assert sorted(index_of(dataset).document_index.tolist()) == list(range(13))
     for k in range(len(dataset)):
         documents = dataset.locate(k).documents
         tokens = [8 * d + i for d, a, b in documents for i in range(a, b)]
@@ -182,7 +187,7 @@ def test_sequences_are_what_is_shuffled_and_cut(tmp_path):
     by_document = GPTDataset(
         indexed, 4, seed=1, order="megatron", split=split_documents(10, "65,35")["train"]
     )
-    assert sorted(by_document._order.document_index.tolist()) == list(range(12))
+    assert sorted(index_of(by_document).document_index.tolist()) == list(range(12))
     with pytest.raises(ValueError, match="split 'train' of sequences needs order='megatron'"):
         GPTDataset(indexed, 4, seed=1, split=split)
 
@@ -256,7 +261,7 @@ def test_a_thousand_random_corpora_have_megatrons_indices_and_items(tmp_path):
             count = int(rng.integers(1, 3 + 4 * tokens // length))
             options = {"seed": case, "num_samples": count}
             ours = GPTDataset(indexed, length, split=split, order=order, **options)
-            index = ours._order
+            index = index_of(ours)
             try:
                 theirs = megatron_dataset(
                     prefix,
