@@ -35,16 +35,21 @@ def main(paths: list[str], folder: str) -> None:
     print(f"{train.samples_per_epoch} samples an epoch, {len(train)} asked for")
 
     loader = Loader(train, global_batch_size=8, micro_batch_size=4)
-    steps = [next(loader) for _ in range(3)]
-    first = steps[0].micro_batches[0]
-    print(f"a step: {len(steps[0].micro_batches)} micro-batches of {first['tokens'].shape[1]}")
-    print(f"        {steps[0].num_tokens} loss tokens, documents end at {first['cu_seqlens']}")
+    step, _ = next(loader), next(loader)
+    first = step.micro_batches[0]
+    print(f"a step: {len(step.micro_batches)} micro-batches of {first['tokens'].shape[1]}")
+    print(f"        {step.num_tokens} loss tokens, documents end at {first['cu_seqlens_host']}")
+    source, documents = loader.locate(2)[0]
+    print(f"the next sample: documents and tokens {documents} of split {source!r}")
 
-    # The whole state of the data is one integer; another micro-batch changes nothing.
-    resumed = Loader(train, global_batch_size=8, micro_batch_size=8, consumed=16)
-    tokens = next(resumed).micro_batches[0]["tokens"].flatten().tolist()
-    before = [t for batch in steps[2].micro_batches for t in batch["tokens"].flatten().tolist()]
-    print(f"resumed at sample 16 with other micro-batches: same tokens {tokens == before}")
+    # The state is one integer and the name of the recipe; other micro-batches change nothing.
+    resumed = Loader(train, global_batch_size=8, micro_batch_size=8, workers=2)
+    resumed.load_state_dict(loader.state_dict())
+    one, other = (
+        [t for batch in next(each).micro_batches for t in batch["tokens"].flatten().tolist()]
+        for each in (loader, resumed)
+    )
+    print(f"resumed at sample 16 with other micro-batches: same tokens {one == other}")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,9 @@ class GPTDataset:
     ``num_samples`` is the length of the dataset (default: one epoch); past an epoch it goes
     on in the order of the next one.
 
+    ``order="megatron"``, or a ``MegatronOrder`` with its options, is the reference's order for
+    the same seed, documents and number of samples, in arrays that each rank builds in memory.
+
     Documents end where the index says so, whatever their tokens; with ``end_token`` they end
     after each such token instead, for files that hold many documents as one. Where they end:
 
@@ -54,8 +57,8 @@ class GPTDataset:
         ValueError: too few tokens for one sample (names split, documents and tokens), an
             unknown ``order``, tokens that are not integers.
 
-    Source: samples with one token of overlap as in Megatron-LM's ``GPTDataset``; its order
-    (documents and samples shuffled by a stored index) is another one.
+    Source: samples with one token of overlap, and the order ``"megatron"``, as in Megatron-LM's
+    ``GPTDataset``; the native order is another one.
     """
 
     def __init__(

@@ -375,6 +375,21 @@ def test_threads_work_ahead_and_change_nothing():
         assert found == plain
 
 
+def test_threads_make_no_step_that_is_skipped():
+    class Noting(Rows):
+        made: list[int] = []  # noqa: RUF012
+
+        def num_loss_tokens(self, samples):
+            self.made.append(int(samples[0]))
+            return len(samples)
+
+    loader = Loader(
+        Noting(20), global_batch_size=2, micro_batch_size=2, skip=[(1, 3), (5, 8)], workers=1
+    )
+    assert len(list(loader)) == 5
+    assert Noting.made == [0, 6, 8, 16, 18]
+
+
 def test_an_error_on_a_thread_reaches_the_caller_and_the_step_may_be_tried_again():
     loader = rows(12, global_batch_size=2, micro_batch_size=2, workers=2)
     broken = loader.dataset.num_loss_tokens
