@@ -5,8 +5,7 @@ has it byte by byte. Dimensions: S sequences, D documents (a document is a run o
 """
 
 import os
-from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, overload
 
@@ -21,7 +20,7 @@ from megablocks_core.data.index_file import (
     read_layout,
 )
 from megablocks_core.data.manifest import SUFFIX
-from megablocks_core.data.mapped import MappedFile, read_file
+from megablocks_core.data.mapped import MappedFile, read_bytes
 from megablocks_core.data.publish import open_ending, open_published
 from megablocks_core.data.remote import RemoteFiles
 
@@ -66,11 +65,8 @@ class IndexedDataset:
         self.index_path = self.prefix + ".idx"
         self.token_path = self.prefix + ".bin"
         self._options = {"storage_options": storage_options, "cache_bytes": cache_bytes}
-        self._open_file, read = MappedFile, read_file
-        if "://" in self.prefix:
-            files = RemoteFiles(self.prefix, **self._options)
-            self._open_file, read = files.open, files.read
-        self.manifest, index, tokens = open_published(self._open_file, read, self.prefix)
+        self._open_file, read_file = _files(self.prefix, self._options)
+        self.manifest, index, tokens = open_published(self._open_file, read_file, self.prefix)
         self._index_file, self._token_file = index, tokens
 
         layout = read_layout(bytes(index.read(0, HEADER.size)), index.size, self.index_path)
@@ -145,18 +141,6 @@ class IndexedDataset:
         if sequence == len(self):
             return self.num_tokens
         return int(self.sequence_pointers[sequence]) // self.dtype.itemsize
-
-    def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Return the places in ``tokens[start:stop]`` at which documents begin, each once.
-
-        Found by binary search in the mapped index; empty documents begin nowhere of their own.
-        """
-        stop = min(stop, self.num_tokens)
-        documents = range(self.num_documents)
-        first = bisect_left(documents, start, key=self.document_start)
-        last = bisect_left(documents, stop, first, key=self.document_start)
-        pointers = self.sequence_pointers[self.document_indices[first:last]]
-        return np.unique(pointers) // self.dtype.itemsize
 
     def content_hashes(self) -> np.ndarray | None:
         """Return the 64-bit hash of each document's ids, [D] uint64, as the builder recorded them.
@@ -240,3 +224,13 @@ class IndexedDataset:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), **self._options), (self.prefix,)
+
+
+def _files(
+    prefix: str, options: dict[str, Any]
+) -> tuple[Callable[[str], Any], Callable[[str], bytes]]:
+    """Return what opens a file and what reads a small one, here or behind a URL."""
+    if "://" not in prefix:
+        return MappedFile, read_bytes
+    files = RemoteFiles(prefix, **options)
+    return files.open, files.read

@@ -31,7 +31,7 @@ class MappedFile:
         return self._bytes[start:stop].view(dtype)
 
 
-def read_file(path: str) -> bytes:
+def read_bytes(path: str) -> bytes:
     """Return the bytes of a small file."""
     with open(path, "rb") as file:
         return file.read()

@@ -238,6 +238,9 @@ def _locked(prefix: str) -> Iterator[None]:
                 break  # else the one who held it removed it: others lock another file
         except FileNotFoundError:
             pass
+        except OSError as error:
+            os.close(descriptor)
+            raise OSError(error.errno, f"{error.strerror} (flock is needed)", path) from error
         except BaseException:
             os.close(descriptor)
             raise

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megablocks_core.data.mapped import MappedFile, read_file
+from megablocks_core.data.mapped import MappedFile, read_bytes
 
 
 def test_parts_are_read_only_views(tmp_path):
@@ -12,7 +12,7 @@ def test_parts_are_read_only_views(tmp_path):
     assert file.size == 20
     assert bytes(file.read(3, 6)) == b"\3\4\5"
     assert bytes(file.read(18, 99)) == b"\x12\x13"
-    assert read_file(str(tmp_path / "a")) == bytes(range(20))
+    assert read_bytes(str(tmp_path / "a")) == bytes(range(20))
     array = file.array("<u2", 2, 8)
     assert array.tolist() == [0x0302, 0x0504, 0x0706]
     assert np.shares_memory(array, file.array("u1", 0, 20))

@@ -252,6 +252,15 @@ def test_a_lock_left_by_a_killed_process_is_free(tmp_path):
     assert names(tmp_path) == FILES
 
 
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def refuse(file, operation):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(publish.fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=r"flock is needed.*a\.lock"):
+        build(tmp_path / "a", NEW)
+
+
 @pytest.mark.parametrize("step", range(6))
 def test_a_reader_in_the_middle_of_a_publication_sees_one_of_both(tmp_path, monkeypatch, step):
     """The new dataset appears between two steps of the reader, each in turn."""
