@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "threads.hpp"
@@ -57,7 +58,7 @@ inline void stir(const Network& network, std::uint64_t* values, std::size_t coun
 }
 
 // Writes the element at each place; false, with `out` half written, if a place is outside.
-inline bool permute(const Network& network, const std::int64_t* places, std::int64_t* out,
+inline bool walk(const Network& network, const std::int64_t* places, std::int64_t* out,
                     std::int64_t count, std::int64_t threads) {
     constexpr std::int64_t kWorthAThread = 1 << 14;  // about 0.3 ms
     constexpr std::int64_t kBlock = 256;             // stays in the nearest cache
@@ -93,6 +94,25 @@ inline bool permute(const Network& network, const std::int64_t* places, std::int
         }
     };
     share(count, threads_worth(count, kWorthAThread, threads), work);
+    return inside;
+}
+
+// The same; a small range, which has more rounds, is walked once for all of many places.
+inline bool permute(const Network& network, const std::int64_t* places, std::int64_t* out,
+                    std::int64_t count, std::int64_t threads) {
+    constexpr std::uint64_t kSmall = 1 << 10;
+    if (network.size > kSmall || count <= static_cast<std::int64_t>(network.size)) {
+        return walk(network, places, out, count, threads);
+    }
+    std::array<std::int64_t, kSmall> order, elements;
+    std::iota(order.begin(), order.end(), 0);
+    walk(network, order.data(), elements.data(), static_cast<std::int64_t>(network.size), 1);
+    bool inside = true;
+    for (std::int64_t i = 0; i < count; ++i) {
+        const auto place = static_cast<std::uint64_t>(places[i]);
+        inside &= place < network.size;
+        out[i] = place < network.size ? elements[place] : 0;
+    }
     return inside;
 }
 
