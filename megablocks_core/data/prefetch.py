@@ -34,8 +34,9 @@ class Prefetch:
             self._waiting.append((last, self._pool.submit(self._make, last)))
         try:
             result = self._waiting[0][1].result()
-        except Exception:
-            self._cancel()
+        except BaseException as error:
+            # After Ctrl-C the result that is due is still made, and what has not begun is not.
+            self._cancel(first=0 if isinstance(error, Exception) else 1)
             raise
         self._waiting.popleft()
         return result
@@ -46,7 +47,6 @@ class Prefetch:
         self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="megablocks-data")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
-    def _cancel(self) -> None:
-        for _, future in self._waiting:
-            future.cancel()
-        self._waiting.clear()
+    def _cancel(self, first: int = 0) -> None:
+        while len(self._waiting) > first:
+            self._waiting.pop()[1].cancel()

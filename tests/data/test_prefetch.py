@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 import time
 
@@ -80,7 +81,7 @@ def test_threads_end_when_the_owner_is_dropped():
     assert ended()
 
 
-def test_an_interrupt_loses_no_result():
+def test_an_interrupt_loses_no_result_and_begins_nothing_more():
     calls = []
 
     def make(number):
@@ -88,16 +89,18 @@ def test_an_interrupt_loses_no_result():
         time.sleep(0.3)
         return number
 
-    ahead = Prefetch(make, workers=1, ahead=1)
+    ahead = Prefetch(make, workers=1, ahead=4)
     main = threading.main_thread().ident
     assert main is not None
-    timer = threading.Timer(0.1, lambda: __import__("signal").pthread_kill(main, 2))
+    timer = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         ahead.get(0, following)
-    assert ahead.get(0, following) == 0
-    assert calls == [0]
     timer.join()
+    time.sleep(0.5)
+    assert calls == [0]
+    assert ahead.get(0, lambda number: None) == 0
+    assert calls == [0]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
