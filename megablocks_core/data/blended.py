@@ -216,7 +216,9 @@ class BlendedDataset:
         return [(start, dict(zip(self.sources, self._dense(w), strict=True))) for start, w in given]
 
     def _dense(self, weights: Weights) -> list[float]:
-        return [weights.get(name, 0) for name in self.sources]
+        """Return a weight for every source: as the int it is, or as a float."""
+        given = [weights.get(name, 0) for name in self.sources]
+        return [int(w) if isinstance(w, int | np.integer) else float(w) for w in given]
 
     def _available(self, epochs: list[int], limit: float | Mapping[str, float]) -> np.ndarray:
         """Return how many samples each source may give."""

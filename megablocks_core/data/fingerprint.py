@@ -10,8 +10,9 @@ from megablocks_core.data.split import Split
 
 
 def fingerprint(**facts: Any) -> str:
-    """Return 16 hexadecimal digits that change with any of the facts, which JSON must hold."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    """Return 16 hexadecimal digits that change with any of the facts, plain ones or NumPy's."""
+    text = json.dumps(facts, sort_keys=True, default=lambda number: number.item())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def facts_of_split(split: Split) -> list[Any]:

@@ -201,6 +201,14 @@ def test_the_fingerprint_tells_what_changes_the_samples(source):
     assert BlendedDataset(swapped, **plain).fingerprint not in prints
 
 
+def test_weights_of_numpy_are_the_numbers_they_are(three):
+    plain = {"web": 6, "code": 3.5}
+    numpy = {"web": np.int64(6), "code": np.float32(3.5)}
+    one, other = (BlendedDataset(three, seed=1, weights=weights) for weights in (plain, numpy))
+    assert one.fingerprint == other.fingerprint
+    assert firsts(one) == firsts(other)
+
+
 def test_blends_nest_and_pickle(three):
     inner = BlendedDataset(three, seed=1, weights={"web": 1, "code": 1})
     outer = BlendedDataset({"both": inner, "math": three["math"]}, seed=2, num_samples=20,

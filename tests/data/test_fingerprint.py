@@ -10,6 +10,10 @@ def test_a_fingerprint_does_not_depend_on_the_order_of_its_facts_or_on_the_machi
     assert fingerprint(b=2, a=[1, "x"]) == fingerprint(a=[1, "x"], b=2) == "65989928e381c0cc"
 
 
+def test_numbers_of_numpy_are_the_numbers_they_are():
+    assert fingerprint(a=np.int64(3), b=np.float64(0.1)) == fingerprint(a=3, b=0.1)
+
+
 def test_every_fact_counts():
     facts = [{"a": 1}, {"a": 2}, {"b": 1}, {"a": "1"}, {"a": None}, {"a": [1]}, {"a": 1, "b": 1}]
     assert len({fingerprint(**each) for each in facts}) == len(facts)
