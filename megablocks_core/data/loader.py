@@ -3,6 +3,7 @@
 Dimensions: B samples of a global batch, b of a micro-batch, S tokens of a sample, T = b S.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -224,7 +225,15 @@ class Loader:
 
     def _prefetched(self, number: int) -> Step:
         if self._ahead is None:
-            self._ahead = Prefetch(self.make, workers=self.workers, ahead=self.prefetch)
+            loader = weakref.ref(
+                self
+            )  # threads end when the loader is dropped, not when it is found
+
+            def make(step: int) -> Step | None:
+                alive = loader()
+                return alive.make(step) if alive else None
+
+            self._ahead = Prefetch(make, workers=self.workers, ahead=self.prefetch)
 
         def following(step: int) -> int | None:
             after = self._skips.nth(step + 1)

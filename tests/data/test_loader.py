@@ -1,6 +1,8 @@
 """A global batch does not depend on who reads it, and one number resumes it anywhere."""
 
+import gc
 import pickle
+import threading
 from typing import Any, cast
 
 import numpy as np
@@ -373,6 +375,26 @@ def test_threads_work_ahead_and_change_nothing():
             if len(found) == 4:
                 assert (loader.step, loader.consumed) == (6, 18)
         assert found == plain
+
+
+def test_threads_end_when_the_loader_is_dropped():
+    def own():
+        return [t for t in threading.enumerate() if t.name.startswith("megablocks-data")]
+
+    gc.collect()
+    before = set(own())
+    loader = rows(20, global_batch_size=2, micro_batch_size=2, workers=2, prefetch=8)
+    next(loader)
+    mine = set(own()) - before
+    assert mine
+    gc.disable()
+    try:
+        del loader
+        for thread in mine:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in mine)
+    finally:
+        gc.enable()
 
 
 def test_threads_make_no_step_that_is_skipped():
