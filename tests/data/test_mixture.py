@@ -17,14 +17,14 @@ WEIGHTS = st.lists(st.one_of(st.floats(0, 1e3), st.integers(0, 9)), min_size=1, 
 @given(weights=WEIGHTS, start=st.integers(0, 10**15))
 def test_shares_add_up_never_fall_and_stay_near_the_weights(weights, start):
     shares = Shares(weights)
-    bound = (1 + log2(len(weights))) / 2 + 0.5
+    bound = (1 + log2(len(weights))) / 2 + 1e-3  # of float arithmetic here
     exact = np.array(weights, np.longdouble) / sum(map(np.longdouble, weights))
     before = shares.counts(start)
     for number in range(start + 1, start + 30):
         counts = shares.counts(number)
         assert counts.sum() == number
         assert ((counts - before == 0) | (counts - before == 1)).all()
-        assert (abs(counts - exact * number) <= bound).all() or number > 10**12
+        assert (abs(counts - exact * number) <= bound).all()
         assert not counts[np.array(weights) == 0].any()
         before = counts
 
