@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import signal
 import sys
 import threading
 
@@ -215,10 +216,13 @@ def test_a_forked_process_connects_anew(url):
     dataset = IndexedDataset(url)
     files = files_of(dataset)
     first = files._system
-    child = os.fork()
-    if not child:
-        good = dataset[2].tolist() == list(range(3, 43)) and files._system is not first
-        os._exit(0 if good else 1)
+    dataset[2]
+    with files._lock:  # as if another thread read at that moment: the child has a lock of its own
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            good = dataset[2].tolist() == list(range(3, 43)) and files._system is not first
+            os._exit(0 if good else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
