@@ -150,7 +150,11 @@ class DelayedGroup(dist.ProcessGroup):
     ) -> DelayedWork:
         """Post ``message(private outputs, *inputs)`` and poison the outputs until it is waited."""
         fresh = torch.clone if in_place else torch.empty_like
+        places = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(outputs)}
         with torch.no_grad():
+            # An input that lies in the output (this rank's part of a gather) is not overwritten
+            # early: the message itself writes there.
+            inputs = pytree.tree_map(lambda x: _apart(x, places), inputs)
             arrived = pytree.tree_map(lambda x: fresh(x.detach()), outputs)
             pytree.tree_map(_poison, outputs)
         options = () if opts is None else (opts,)
@@ -187,6 +191,11 @@ def _for_each(message: Callable[..., Any]) -> Callable[..., list[Any]]:
         return [message(output, x) for output, x in zip(outputs, inputs, strict=True)]
 
     return messages
+
+
+def _apart(x: Any, places: set[int]) -> Any:
+    inside = isinstance(x, Tensor) and x.untyped_storage().data_ptr() in places
+    return x.clone() if inside else x
 
 
 def _poison(x: Tensor) -> None:

@@ -74,6 +74,15 @@ def test_an_input_that_is_overwritten_too_early_is_sent_as_it_is_then():
 
 
 @ranks(2, backend="delayed")
+def test_an_input_that_lies_in_the_output_is_sent():
+    group = Mesh(tp=2).group("tp")
+    whole = torch.full((4,), 1.0 + group.rank)
+    own = whole.chunk(2)[group.rank]
+    dist.all_gather_into_tensor(whole, own, group=group.pg)
+    assert whole.tolist() == [1, 1, 2, 2]
+
+
+@ranks(2, backend="delayed")
 def test_an_output_that_is_read_too_early_is_nan():
     x = torch.ones(2)
     work = dist.all_reduce(x, async_op=True)
