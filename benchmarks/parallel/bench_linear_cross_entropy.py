@@ -7,6 +7,10 @@ is measured. A step is the loss and its gradients in hidden states and weight.
 A line whose case has ``mib`` is about memory: its ratio is that of peaks beyond inputs and
 gradients, each of a process of its own that does one step, and its times are those of the steps.
 
+Both sides multiply three times as large matrices as the logits are. Where a machine takes most of
+its time for that, no loss can be much faster than another: the line of ``torch.mm`` is how long the
+three products take alone, and the least that a ratio can be.
+
 On a CPU without products of 16-bit numbers torch multiplies those a hundred times slower than
 float32 ones. There the peer of 16-bit inputs is the loss of their float32 copies, against which
 nothing is promised.
@@ -42,6 +46,27 @@ def bench_time(tokens: int, dtype: str, reduction: str, *, threads: int, limit: 
     times = take_turns(ours, peer, rounds=7)
     bound = None if widens else limit
     report(times, benchmark=_NAME, peer=whom, case=case, limit=bound, threads=threads)
+
+
+def bench_products(tokens: int, *, threads: int) -> None:
+    """The three products of a step alone, as large as ours are, against the peer's step."""
+    torch.set_num_threads(threads)
+    hidden_TH, weight_VH, targets_T = _inputs(tokens, torch.float32)
+    h_TH, w_VH = hidden_TH.detach(), weight_VH.detach()
+    blocks = [slice(start, start + 2048) for start in range(0, _VOCAB, 2048)]
+    x_nb, dw_VH, dh_nH = torch.empty(256, 2048), torch.zeros_like(w_VH), torch.zeros(256, _HIDDEN)
+
+    def products() -> None:
+        for h_nH in h_TH.split(256):
+            for block in blocks:
+                torch.mm(h_nH, w_VH[block].t(), out=x_nb)
+                dh_nH.addmm_(x_nb, w_VH[block])
+                dw_VH[block].addmm_(x_nb.t(), h_nH)
+
+    peer = partial(_peer, hidden_TH, weight_VH, targets_T, "mean", widens=False)
+    times = take_turns(products, peer, rounds=7)
+    case = {"tokens": tokens, "dtype": "float32", "products": "torch.mm alone"}
+    report(times, benchmark=_NAME, peer=_PEER, case=case, threads=threads)
 
 
 def bench_memory(
@@ -102,6 +127,7 @@ def main() -> None:
         return
     for threads in (1, 2):
         bench_time(1024, "float32", "mean", threads=threads, limit=0.65)
+        bench_products(1024, threads=threads)
         bench_time(1024, "float32", "none", threads=threads, limit=1.45)
         bench_time(1024, "bfloat16", "mean", threads=threads, limit=0.5)
     bench_time(4096, "float32", "mean", threads=2, limit=0.65)
