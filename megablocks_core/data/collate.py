@@ -51,9 +51,10 @@ def collate_packed(
     batch: dict[str, Any] = {
         name: np.concatenate([sample[name] for sample in whole])[None] for name in PER_TOKEN
     }
-    firsts = np.cumsum([0] + [len(sample["tokens"]) for sample in whole])
+    ends = np.cumsum([len(sample["tokens"]) for sample in whole])
     bounds = [
-        first + sample["cu_seqlens"][1:] for first, sample in zip(firsts, whole, strict=False)
+        end - len(sample["tokens"]) + sample["cu_seqlens"][1:]
+        for end, sample in zip(ends, whole, strict=True)
     ]
     batch |= host_and_device(np.concatenate([[0], *bounds]))
     for name in PER_SAMPLE:

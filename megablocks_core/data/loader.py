@@ -225,9 +225,8 @@ class Loader:
 
     def _prefetched(self, number: int) -> Step:
         if self._ahead is None:
-            loader = weakref.ref(
-                self
-            )  # threads end when the loader is dropped, not when it is found
+            # Threads end when the loader is dropped: they do not keep it.
+            loader = weakref.ref(self)
 
             def make(step: int) -> Step | None:
                 alive = loader()

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 END = 2**63  # after any sample
@@ -63,11 +64,7 @@ def as_stages(sizes: Stages, name: str = "global_batch_size") -> list[tuple[int,
     """Return a schedule as pairs (from this sample on, this value)."""
     stages = [(0, sizes)] if isinstance(sizes, int) else [(start, size) for start, size in sizes]
     starts = [start for start, _ in stages]
-    if (
-        not stages
-        or starts[0] != 0
-        or any(a >= b for a, b in zip(starts, starts[1:], strict=False))
-    ):
+    if starts[:1] != [0] or any(a >= b for a, b in pairwise(starts)):
         raise ValueError(f"{name}={sizes} must begin at sample 0 and go on in increasing order")
     for _, size in stages:
         if size < 1:
