@@ -6,11 +6,11 @@ Loads NumPy only; torch comes with the first step of a ``Loader``.
 from megablocks_core.data.blended import BlendedDataset as BlendedDataset
 from megablocks_core.data.builder import IndexedDatasetBuilder as IndexedDatasetBuilder
 from megablocks_core.data.builder import smallest_dtype as smallest_dtype
-from megablocks_core.data.bytes import END_OF_DOCUMENT as END_OF_DOCUMENT
-from megablocks_core.data.bytes import VOCAB_SIZE as VOCAB_SIZE
-from megablocks_core.data.bytes import ByteCounts as ByteCounts
-from megablocks_core.data.bytes import decode_bytes as decode_bytes
-from megablocks_core.data.bytes import write_byte_documents as write_byte_documents
+from megablocks_core.data.byte_documents import END_OF_DOCUMENT as END_OF_DOCUMENT
+from megablocks_core.data.byte_documents import VOCAB_SIZE as VOCAB_SIZE
+from megablocks_core.data.byte_documents import ByteCounts as ByteCounts
+from megablocks_core.data.byte_documents import decode_bytes as decode_bytes
+from megablocks_core.data.byte_documents import write_byte_documents as write_byte_documents
 from megablocks_core.data.collate import collate_packed as collate_packed
 from megablocks_core.data.collate import dense_mask as dense_mask
 from megablocks_core.data.content import split_by_content as split_by_content

@@ -260,11 +260,15 @@ class BlendedDataset:
             list(self.sources.items()), asked.tolist(), available.tolist(), strict=True
         ):
             resized = getattr(source, "resized", None) if self.order == "native" else None
-            most = most if resized else min(most, len(source))
             if wanted > most:
                 raise ValueError(
                     f"source {name!r} is asked for {wanted} samples, must be asked for at most "
                     f"{most}, which is what max_repetition leaves of an epoch of {_epoch(source)}"
+                )
+            if not resized and wanted > len(source):
+                raise ValueError(
+                    f"source {name!r} is asked for {wanted} samples and has {len(source)}: build "
+                    f"it with num_samples={wanted}"
                 )
             if resized and wanted > len(source):
                 self.sources[name] = resized(wanted)

@@ -83,6 +83,7 @@ class GPTDataset:
         if sequence_length < 1:
             raise ValueError(f"sequence_length={sequence_length} must be at least 1")
         _check_count(num_samples)
+        _check_end_token(end_token, indexed.dtype)
         self.indexed = indexed
         self.sequence_length = sequence_length
         self.seed = seed
@@ -263,6 +264,16 @@ def _positions(bounds: np.ndarray) -> np.ndarray:
         positions_T[0] = 0
         positions_T[bounds[1:-1]] = 1 - np.diff(bounds[:-1])
     return positions_T.cumsum(out=positions_T)
+
+
+def _check_end_token(end_token: int | None, dtype: np.dtype) -> None:
+    if end_token is None:
+        return
+    bounds = np.iinfo(dtype)
+    if not hasattr(end_token, "__index__") or not bounds.min <= end_token <= bounds.max:
+        raise ValueError(
+            f"end_token={end_token!r} must be an id that {dtype.name} holds, as the tokens are"
+        )
 
 
 def _check_count(num_samples: int | None) -> None:

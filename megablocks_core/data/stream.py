@@ -52,9 +52,29 @@ class Stream:
             _check_array(split, documents, indexed.num_documents)
             self._offsets = split.offsets
             if self._offsets is None:
-                lengths = self._tokens_before(documents + 1) - self._tokens_before(documents)
-                self._offsets = np.concatenate([[0], lengths.cumsum()])
+                self._offsets = np.concatenate([[0], self._lengths(documents).cumsum()])
+            else:
+                self._check_offsets(self._offsets, documents)
             self.num_tokens = int(self._offsets[-1])
+
+    def _lengths(self, documents: np.ndarray) -> np.ndarray:
+        return self._tokens_before(documents + 1) - self._tokens_before(documents)
+
+    def _check_offsets(self, offsets: np.ndarray, documents: np.ndarray) -> None:
+        """Raise if the documents have other lengths here than where the split was made.
+
+        A few thousand are compared, so that opening stays quick.
+        """
+        some = np.unique(np.linspace(0, len(documents) - 1, 4096).astype(np.int64))
+        if not len(documents):
+            return
+        told, found = offsets[some + 1] - offsets[some], self._lengths(documents[some])
+        if (told != found).any():
+            at = int((told != found).argmax())
+            raise ValueError(
+                f"split {self.split.name!r} says that document {documents[some[at]]} has "
+                f"{told[at]} tokens, must say {found[at]}: it was made of another dataset"
+            )
 
     def parts(self, starts: np.ndarray, length: int) -> Parts:
         """Cut windows of ``length`` tokens, which begin at ``starts`` [B] of the stream."""

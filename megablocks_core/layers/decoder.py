@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from megablocks_core.groups import LOCAL, Mesh, marks
+from megablocks_core.groups import LOCAL, Mesh, chunk_slice, marks
 from megablocks_core.layers.attention import Attention
 from megablocks_core.layers.attention.causal import document_positions
 from megablocks_core.layers.dropping import ids_of_tokens, own_tokens
@@ -44,6 +44,19 @@ class DecoderOutput(NamedTuple):
     """
 
     logits: Tensor
+    losses: dict[str, list[tuple[Tensor, Tensor]]]
+
+
+class HiddenStates(NamedTuple):
+    """What a ``Decoder`` gives without its head.
+
+    Attributes:
+        hidden: The head's input [... T H], equal on every rank; under sequence parallelism this
+            rank's tokens, cut by ``torch.chunk``'s rule.
+        losses: As of ``DecoderOutput``.
+    """
+
+    hidden: Tensor
     losses: dict[str, list[tuple[Tensor, Tensor]]]
 
 
@@ -265,7 +278,8 @@ class Decoder(nn.Module):
         dropout: DropoutKey | None = None,
         sample_ids: Tensor | None = None,
         gather_logits: bool = False,
-    ) -> DecoderOutput:
+        head: bool = True,
+    ) -> DecoderOutput | HiddenStates:
         """Logits for rows of tokens, or for documents packed into one row.
 
         Args:
@@ -282,6 +296,9 @@ class Decoder(nn.Module):
                 micro-batches and on any data-parallel ranks. By default rows or documents count
                 from 0, so that other micro-batches and ranks drop alike unless their step differs.
             gather_logits: All-gather the logits; all ranks must go on with them alike.
+            head: Without the head the output is ``HiddenStates``, for losses that take them and
+                ``lm_head.weight``, such as ``linear_cross_entropy``; adapters of the head are
+                left out then.
 
         Raises:
             ValueError: Something drops and ``dropout`` is missing, ``sample_ids`` has another
@@ -320,7 +337,14 @@ class Decoder(nn.Module):
                 dropout_index=index_T,
             )
         (last_norm,) = on_part(self.model.norm, group=self.tp if self.sequence_parallel else LOCAL)
-        logits_Tv = self.lm_head(last_norm(x_tH))[..., :num_tokens, :]
+        hidden_tH = last_norm(x_tH)
+        if not head:
+            own = slice(num_tokens)
+            if self.sequence_parallel:
+                part = chunk_slice(num_tokens, self.tp.size, self.tp.rank)
+                own = slice(part.stop - part.start)
+            return HiddenStates(hidden_tH[..., own, :], {})
+        logits_Tv = self.lm_head(hidden_tH)[..., :num_tokens, :]
         if gather_logits:
             logits_Tv = gather_features(logits_Tv, self.lm_head.spec)
         return DecoderOutput(logits_Tv, {})

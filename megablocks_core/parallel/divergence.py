@@ -27,6 +27,9 @@ from megablocks_core.parallel.vocabulary import Columns, agree_on_columns, refus
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
+# How far above zero the logarithm of a mass of 1 may lie, for stored numbers of 16 bits.
+_ROUNDED = 0.1
+
 # Logits in a block whose wide form fits a CPU's cache.
 _BLOCK = 1 << 18
 
@@ -172,8 +175,16 @@ def check_stored(
         )
 
 
-def require_distinct(indices_nK: Tensor) -> None:
-    """Raise where a token's stored entries name a column twice, whose mass would count twice."""
+def require_distribution(log_probs_nK: Tensor, indices_nK: Tensor) -> None:
+    """Raise where a token's stored entries cannot be of one distribution.
+
+    A column named twice would count twice; logits or probabilities are no log-probabilities.
+    """
+    mass_n = log_probs_nK.double().logsumexp(-1)
+    require(
+        ((log_probs_nK <= _ROUNDED).all(-1) & ~(mass_n > _ROUNDED)).all(),
+        "log_probs must be logarithms of probabilities, which add up to at most 1 for a token",
+    )
     sorted_nK = indices_nK.sort(-1).values
     twice = sorted_nK[:, 1:] == sorted_nK[:, :-1]
     require(~twice.any(), "indices must name a column at most once for a token")
@@ -242,7 +253,8 @@ def _losses(
         work=f"{options[:-1]} of tokens {list(mask.shape)} of {wide_dtype(logits)}",
     )
     if stored:
-        require_distinct(teacher[1].reshape(mask.numel(), teacher[1].shape[-1])[mask.reshape(-1)])
+        entries = (x.reshape(mask.numel(), x.shape[-1])[mask.reshape(-1)] for x in teacher[:2])
+        require_distribution(*entries)
     parts = [
         criterion.partial_(x_nc, columns.first)
         for _, criterion, x_nc in _row_blocks(logits, mask, teacher, columns, options)

@@ -163,6 +163,8 @@ def _is_integer(number: int | Tensor) -> bool:
 
 
 def _stream_key(stream: str) -> int:
+    if not isinstance(stream, str) or not stream:
+        raise ValueError(f"stream={stream!r} must be the name of a layer")
     return key_of(0, stream)
 
 

@@ -20,7 +20,7 @@ from megablocks_core.parallel.divergence import (
     StoredTopK,
     check_divergence,
     check_stored,
-    require_distinct,
+    require_distribution,
 )
 from megablocks_core.parallel.divergence_criteria import TopKTeacher, WholeTeacher
 from megablocks_core.parallel.head_gradients import Head
@@ -182,7 +182,7 @@ class _Stored(NamedTuple):
 
         def criterion_of(chunk: Chunk) -> Criterion:
             indices_nK = indices_NK[chunk.places]
-            require_distinct(indices_nK)
+            require_distribution(log_probs_NK[chunk.places], indices_nK)
             return TopKTeacher(
                 log_probs_NK[chunk.places],
                 indices_nK,

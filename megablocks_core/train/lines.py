@@ -60,6 +60,8 @@ class JsonLines:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the line of ``step``; a plain float counts as a sum over one."""
+        if taken := {"step", "time"} & set(values):
+            raise ValueError(f"values must not be named {sorted(taken)}: every line has its own")
         if step <= self._last_step:
             raise ValueError(f"step={step} must be above {self._last_step}, the last one written")
         self._last_step = step

@@ -36,6 +36,8 @@ class Scheduled:
         option: str = "lr",
         base: Sequence[float] | None = None,
     ) -> None:
+        if not callable(schedule):
+            raise ValueError(f"schedule={schedule!r} must be a function of a position")
         groups = optimizer.param_groups
         if any(option not in group for group in groups):
             raise ValueError(f"option={option!r} must be one of {sorted(optimizer.defaults)}")
@@ -57,7 +59,9 @@ class Scheduled:
 
     def set(self, position: float) -> float:
         """Set every group for ``position``, and return the factor there."""
-        factor = self.schedule(position)
+        factor = float(self.schedule(position))
+        if not 0 <= factor < math.inf:
+            raise ValueError(f"schedule({position})={factor} must be a finite factor of 0 or more")
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
             if isinstance(current := group[self.option], Tensor):
                 current.fill_(base * factor)

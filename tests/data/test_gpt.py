@@ -343,3 +343,9 @@ def test_tokens_must_be_integers(corpus):
     indexed = corpus([np.arange(9, dtype=np.float32)], np.float32)
     with pytest.raises(ValueError, match=r"indexed.dtype=float32 must be"):
         GPTDataset(indexed, 4, seed=0)
+
+
+@pytest.mark.parametrize("end_token", ["</s>", 2.5, 1 << 40])
+def test_an_end_token_is_an_id_of_the_dataset(corpus, end_token):
+    with pytest.raises(ValueError, match="end_token="):
+        GPTDataset(corpus([[1, 2, 3, 4, 5]]), 4, seed=0, end_token=end_token)

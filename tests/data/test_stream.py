@@ -80,6 +80,12 @@ def test_offsets_of_a_split_are_taken_as_they_are(indexed):
     assert np.stack(parts, 1).tolist() == plain_parts([2, 7, 10], [6], 8)
 
 
+def test_offsets_of_another_dataset_are_refused(indexed):
+    split = Split("some", np.array([2, 7, 10]), np.array([0, 8, 12, 23]))
+    with pytest.raises(ValueError, match="document 7 has 4 tokens, must say 5"):
+        Stream(indexed, split)
+
+
 @pytest.mark.parametrize("documents", [range(2, 9), np.array([0, 3, 6])])
 def test_pickles_without_what_it_built(indexed, documents):
     stream = Stream(indexed, Split("s", documents))

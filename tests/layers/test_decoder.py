@@ -24,7 +24,11 @@ from transformers import (
 
 from megablocks_core.groups import Mesh, gather_whole, load_whole, marks, own_slices
 from megablocks_core.layers import Decoder, DecoderSpec, GatedMLP
-from megablocks_core.parallel import reset_parameters, vocab_parallel_cross_entropy
+from megablocks_core.parallel import (
+    linear_cross_entropy,
+    reset_parameters,
+    vocab_parallel_cross_entropy,
+)
 from megablocks_core.testing import assert_parallel_equivalence, ranks
 from tests.traffic import Traffic
 
@@ -395,3 +399,32 @@ def _seeded(build):
 
 def _mesh():
     return Mesh(tp=dist.get_world_size())
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_hidden_states_give_the_loss_and_gradients_of_logits(tied, sequence_parallel):
+    """Seven tokens, which no number of ranks divides."""
+    spec = DecoderSpec(96, 32, 48, 1, 4, 2, 8, tied=tied)
+    torch.manual_seed(0)
+    decoder = Decoder(spec, mesh=_mesh(), sequence_parallel=sequence_parallel).double()
+    tokens = torch.arange(14).view(2, 7) % spec.vocab_size
+    options = {"vocab_size": spec.vocab_size, "group": decoder.tp}
+    results = []
+    for whole in (True, False):
+        decoder.zero_grad()
+        if whole:
+            loss = vocab_parallel_cross_entropy(decoder(tokens).logits, tokens, **options)
+        else:
+            hidden = decoder(tokens, head=False).hidden
+            loss = linear_cross_entropy(
+                hidden,
+                decoder.lm_head.weight,
+                tokens,
+                sequence_parallel=sequence_parallel,
+                **options,
+            )
+        loss.backward()
+        results.append([loss, *(parameter.grad for parameter in decoder.parameters())])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)

@@ -354,3 +354,13 @@ def test_a_teacher_stored_whole_is_the_whole_teacher(direction, dtype):
     close = 1e-12 if dtype == torch.float64 else 3e-6
     for ours, right in zip(*results, strict=True):
         assert_close(ours, right, rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("stored", ["probabilities", "logits"])
+def test_what_is_stored_must_be_log_probabilities(stored):
+    logits = torch.arange(12.0).view(2, 6)
+    values, indices = (logits.softmax(-1) if stored == "probabilities" else logits).topk(3)
+    with pytest.raises(ValueError, match="logarithms of probabilities"):
+        vocab_parallel_kl(torch.zeros(2, 6), StoredTopK(values, indices))
+    rounded, indices = logits.log_softmax(-1).bfloat16().topk(6)
+    vocab_parallel_kl(torch.zeros(2, 6), StoredTopK(rounded, indices))

@@ -332,3 +332,9 @@ def test_a_layer_of_no_rate_or_name_raises(arguments, message):
 def test_a_first_feature_that_is_none_is_refused(first):
     with pytest.raises(ValueError, match="first_feature=.* must be a whole number of 0 or more"):
         dropout(torch.ones(4, 8, 7), 0.5, stream="layer", index=_index(), first_feature=first)
+
+
+@pytest.mark.parametrize("stream", ["", 3, None])
+def test_a_stream_is_a_name(stream):
+    with pytest.raises(ValueError, match="stream="):
+        dropout(torch.ones(2, 3), 0.5, stream=stream, index=torch.arange(2))

@@ -179,3 +179,11 @@ def test_only_rank_0_writes(tmp_path):
     assert losses_of(tmp_path / "m.jsonl") == [(0, 1, 1)]
     with pytest.raises(ValueError, match="must be above 0"):
         lines.write(0, {})
+
+
+@pytest.mark.parametrize("name", ["step", "time"])
+def test_what_a_line_has_of_its_own_is_no_metric(name, tmp_path):
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=name):
+        lines.write(0, {name: 3.0})
+    lines.close()

@@ -102,3 +102,13 @@ def test_a_base_that_is_not_finite_is_refused(value):
     optimizer.param_groups[1]["lr"] = value
     with pytest.raises(ValueError, match="base=.* must be finite"):
         Scheduled(optimizer, Ramp(4))
+
+
+def test_what_is_no_schedule_or_no_factor_is_refused():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match="schedule='cosine'"):
+        Scheduled(optimizer, "cosine")  # type: ignore[arg-type]
+    for factor in (float("nan"), -1.0, float("inf")):
+        with pytest.raises(ValueError, match="factor of 0 or more"):
+            Scheduled(optimizer, lambda _, factor=factor: factor).set(3)
+    assert optimizer.param_groups[0]["lr"] == 0.1
