@@ -266,7 +266,8 @@ def train(options: argparse.Namespace) -> Decoder | None:
             watched.step()
             with timer("optimizer"):
                 rate = options.learning_rate * max(each.set(batches.consumed) for each in rates)
-                if is_finite({"grad_norm": norm}):  # the norm is that of all ranks: they agree
+                sound = is_finite({"grad_norm": norm})  # that of all ranks: they agree
+                if sound:
                     for optimizer in optimizers.values():
                         optimizer.step()
                 model.zero_grad()
@@ -278,7 +279,7 @@ def train(options: argparse.Namespace) -> Decoder | None:
                 held_out = valid_batches()
                 with timer("evaluation"):
                     values["validation_loss"] = evaluate(model, held_out, loss=loss_of, group=dp)
-            values |= {**timer.reduce(), **watched.read()}
+            values |= {**timer.reduce(), **watched.read(), "skipped": float(not sound)}
             run.write(done - 1, values)  # first, so that a run from the checkpoint has the line
             progress.update(done - 1, values)
             if stop() or done % options.save_every == 0 or done == last:
