@@ -108,7 +108,7 @@ class Group:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's ``tensor``, in rank order; lengths of dim 0 may differ and be 0."""
-        from megablocks_core.groups.collectives import all_gather_lists
+        from megablocks_core.groups.messages import all_gather_lists
 
         return all_gather_lists(tensor, group=self)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
-from megablocks_core.groups.collectives import finish_all_gather, start_all_gather
+from megablocks_core.groups.messages import finish_all_gather, start_all_gather
 from megablocks_core.parallel.head_gradients import (
     Gradients,
     Head,

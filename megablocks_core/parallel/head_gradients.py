@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups import Group
-from megablocks_core.groups.collectives import (
+from megablocks_core.groups.messages import (
     finish_reduce_scatter,
     start_all_reduce,
     start_reduce_scatter,

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from megablocks_core.groups import Group
-from megablocks_core.groups.collectives import (
+from megablocks_core.groups.messages import (
     finish_all_gather,
     finish_reduce_scatter,
     start_all_gather,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from megablocks_core.groups import LOCAL, Group, chunk_slice
-from megablocks_core.groups.collectives import finish_all_gather, start_all_gather
+from megablocks_core.groups.messages import finish_all_gather, start_all_gather
 from megablocks_core.parallel.freed import Outputs
 from megablocks_core.parallel.replay import Region
 

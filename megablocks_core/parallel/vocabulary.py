@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups import Group, chunk_slice
-from megablocks_core.groups.collectives import finish_all_gather, start_all_gather
+from megablocks_core.groups.messages import finish_all_gather, start_all_gather
 
 # What no checksum is.
 _REFUSED = -1

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks_core.groups import Group, Segment, ShardSpec, Specs, collectives, marking
-from megablocks_core.groups.collectives import learn_sizes
+from megablocks_core.groups import Group, Segment, ShardSpec, Specs, collectives, marking, messages
+from megablocks_core.groups.messages import learn_sizes
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -281,7 +281,7 @@ def _received(right: Callable[..., Any], *, change: Callable[..., Any]) -> Calla
         if group.size == 1:
             return result
         if isinstance(result, Tensor):
-            result = collectives.wait(result)
+            result = messages.wait(result)
         return change(result, *args, **options)
 
     return wrong
@@ -322,11 +322,11 @@ def _own_value(result: Tensor, group: Group, x: Tensor, op: str = "sum") -> Tens
 
 
 _MESSAGES: list[tuple[Any, str, Callable[..., Any]]] = [
-    (collectives, "start_all_reduce", _own_sum),
-    (collectives, "start_all_gather", _own_block),
-    (collectives, "start_reduce_scatter", _own_part),
-    (collectives, "sum_flat", _own_tensors),
-    (collectives, "all_gather_lists", _own_slice),
+    (messages, "start_all_reduce", _own_sum),
+    (messages, "start_all_gather", _own_block),
+    (messages, "start_reduce_scatter", _own_part),
+    (messages, "sum_flat", _own_tensors),
+    (messages, "all_gather_lists", _own_slice),
     (Group, "all_reduce", _own_value),
 ]
 

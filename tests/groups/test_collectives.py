@@ -24,7 +24,7 @@ from megablocks_core.groups import (
     reduce_scatter_to,
     scatter_to,
 )
-from megablocks_core.groups.collectives import learn_sizes, sum_flat
+from megablocks_core.groups.messages import learn_sizes, sum_flat
 from megablocks_core.testing import ranks
 
 _TOKENS = [8, 5, 2]  # even; uneven; fewer than four ranks, so that some hold nothing

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from megablocks_core.groups import Group
-from megablocks_core.groups.collectives import (
+from megablocks_core.groups.messages import (
     finish_all_gather,
     start_all_gather,
     start_all_reduce,

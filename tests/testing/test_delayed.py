@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megablocks_core.groups import Mesh
-from megablocks_core.groups.collectives import (
-    all_to_all,
+from megablocks_core.groups import Mesh, all_to_all
+from megablocks_core.groups.messages import (
     finish_all_gather,
     finish_reduce_scatter,
     start_all_gather,
