@@ -7,12 +7,11 @@ import signal
 import sys
 import threading
 
+import fsspec
 import numpy as np
 import pytest
 
 from megablocks_core.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder, remote
-
-fsspec = pytest.importorskip("fsspec")
 
 
 @pytest.fixture(autouse=True)
