@@ -8,9 +8,8 @@ ever answers. Gloo's all-gather of a single tensor does not.
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_work, _resolve_process_group
+from torch._C._distributed_c10d import _register_work
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import GroupName
 
 from megablocks_core.groups.group import Group
 
@@ -19,11 +18,11 @@ def start(x: Tensor, *, group: Group) -> Tensor:
     """Start to gather every rank's ``x`` along dim 0; ``wait_tensor`` waits for the result."""
     if torch.compiler.is_compiling():
         return _start_opaque(x, group.size, group.name)
-    assert group.pg is not None
     return _start(x, group.pg)
 
 
-def _start(x: Tensor, pg: ProcessGroup) -> Tensor:
+def _start(x: Tensor, pg: ProcessGroup | None) -> Tensor:
+    assert pg is not None  # alone nothing is sent
     if "cpu:gloo" not in dist.get_backend_config(pg):
         ops = torch.ops._c10d_functional
         return ops.all_gather_into_tensor(x, pg.size(), pg.group_name)
@@ -37,7 +36,7 @@ def _start(x: Tensor, pg: ProcessGroup) -> Tensor:
 # while a message is in flight: what is sent is a copy.
 @torch.library.custom_op("megablocks_core::all_gather_of_cpu", mutates_args=())
 def _start_opaque(x: Tensor, size: int, group_name: str) -> Tensor:
-    return _start(x.clone(), _resolve_process_group(GroupName(group_name)))
+    return _start(x.clone(), Group.named(group_name).pg)
 
 
 @_start_opaque.register_fake

@@ -53,6 +53,16 @@ class Group:
             return LOCAL
         return cls(ranks, rank=process_group.rank(), pg=process_group)
 
+    @classmethod
+    def named(cls, name: str) -> Group:
+        """The group whose ``name`` it is: compiled operations take text, and no groups."""
+        if not name:
+            return LOCAL
+        from torch._C._distributed_c10d import _resolve_process_group
+        from torch.distributed.distributed_c10d import GroupName
+
+        return cls.of(_resolve_process_group(GroupName(name)))
+
     @property
     def size(self) -> int:
         """Number of ranks."""

@@ -22,7 +22,6 @@ from megablocks_core.parallel.checks import (
 )
 from megablocks_core.parallel.chunked_head import Criterion, from_all_ranks, wide_dtype
 from megablocks_core.parallel.divergence_criteria import TopKTeacher, WholeTeacher
-from megablocks_core.parallel.head_loss import group_named
 from megablocks_core.parallel.vocabulary import Columns, agree_on_columns, refuse
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -342,7 +341,7 @@ def _opaque_losses(
     missing: str,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group = group_named(group_name)
+    group = Group.named(group_name)
     options = _Options(vocab_size, direction, temperature, missing, group)
     return _losses(logits, mask, teacher, options)
 
@@ -368,7 +367,7 @@ def _opaque_gradient(
     missing: str,
     group_name: str,
 ) -> Tensor:
-    group = group_named(group_name)
+    group = Group.named(group_name)
     options = _Options(vocab_size, direction, temperature, missing, group)
     return _gradient(logits, mask, teacher, sums, columns, dlosses, options)
 

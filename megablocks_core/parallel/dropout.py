@@ -84,8 +84,8 @@ def dropout(
         first_feature: Where this rank's features start in the whole, if they are cut.
 
     Raises:
-        ValueError: ``p`` is no probability, ``index`` is not of the tokens of ``x`` or not
-            int64, or ``first_feature`` is not whole, or negative.
+        ValueError: ``p`` is no probability, ``stream`` no name, ``index`` is not of the tokens
+            of ``x`` or not int64, or ``first_feature`` is not whole, or negative.
     """
     check_probability(p, "p")
     if index.dtype != torch.int64:

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed.distributed_c10d import GroupName
 
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.parallel.chunked_head import (
@@ -196,7 +194,7 @@ def one_operation(name: str, kind: type[Formula]) -> Callable[..., Any]:
             vocab_size,
             soft_cap,
             sequence_parallel,
-            group_named(group_name),
+            Group.named(group_name),
         )
         losses, gradients = loss.run(hidden, weight, bias, scale, Wanted(*wanted))
         dhidden, dweight, dbias = (
@@ -218,8 +216,3 @@ def one_operation(name: str, kind: type[Formula]) -> Callable[..., Any]:
         return counts.new_empty(counts.shape, dtype=wide), *gradients
 
     return operation
-
-
-def group_named(name: str) -> Group:
-    """The group whose process group torch's functional collectives know by ``name``."""
-    return Group.of(_resolve_process_group(GroupName(name))) if name else LOCAL

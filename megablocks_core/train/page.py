@@ -193,7 +193,7 @@ def _figures(present: Mapping[str, float], absent: Mapping[str, str]) -> str:
 def _validation(run: Run) -> str:
     """The last loss of each validation set, where there are several."""
     names = validation_sets(run.lines)
-    if len(names) < 2 and names in ([], ["validation_loss"]):
+    if names in ([], ["validation_loss"]):
         return ""
     rows = []
     for name in names:

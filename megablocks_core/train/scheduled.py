@@ -25,7 +25,8 @@ class Scheduled:
 
     Raises:
         ValueError: The optimizer has taken a step or was loaded, and no ``base`` is given; a
-            group lacks ``option``; or ``base`` has not one finite value a group.
+            group lacks ``option``; ``base`` has not one finite value a group; or
+            ``schedule`` is no function, or its factor negative or not finite.
     """
 
     def __init__(

@@ -75,3 +75,11 @@ def test_without_a_world_there_is_no_group_of_it():
 def test_a_group_binds_to_equal_ranks_only():
     with pytest.raises(ValueError, match=r"\[0, 2\] must have the ranks \[0, 1\]"):
         Group((0, 1)).bind(Group((0, 2)))
+
+
+@ranks(1, 2)
+def test_a_group_is_found_by_its_name():
+    group = Group.of(dist.group.WORLD)
+    found = Group.named(group.name)
+    assert (found.ranks, found.rank, found.pg) == (group.ranks, group.rank, group.pg)
+    assert Group.named("") is LOCAL
