@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from megablocks_core.data.indexed import IndexedDataset
+from megablocks_core.data.permutation import GOLDEN, mix
 from megablocks_core.data.split import Split, split_documents
 from megablocks_core.files import replace_file
 
@@ -141,7 +142,8 @@ def _assign(dataset: IndexedDataset, bounds: np.ndarray, seed: int) -> list[np.n
         hashes = hash_documents(dataset)
     else:
         _spot_check(dataset, hashes)
-    places = _mix(hashes ^ _mix(np.array([seed], np.uint64))) // np.uint64((1 << 64) // SHARES)
+    seeded = hashes ^ _stirred(np.array([seed], np.uint64))
+    places = _stirred(seeded) // np.uint64((1 << 64) // SHARES)
     last = int(np.flatnonzero(np.diff(bounds, prepend=np.uint64(0)))[-1])
     split_of = np.minimum(np.searchsorted(bounds, places, "right"), last)
     sizes = _document_sizes(dataset)
@@ -182,9 +184,6 @@ def _hash(dataset: IndexedDataset, start: int, stop: int, dtype: np.dtype) -> in
     return content.value()
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Return SplitMix64's bijection of 64 bits, in which each bit depends on every other."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _stirred(words: np.ndarray) -> np.ndarray:
+    """Return what SplitMix64 gives after each word: 64 bits, all of which depend on all of it."""
+    return mix(words + np.uint64(GOLDEN))

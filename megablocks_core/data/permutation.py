@@ -49,11 +49,11 @@ class Permutation:
         self._high = (1 << bits // 2) - 1
         key = 0
         for word in (seed, epoch, size):
-            key = _mix((key + GOLDEN & WORD) ^ word)
+            key = mix((key + GOLDEN & WORD) ^ word)
         # Small ranges have few bits to stir: with 16 rounds the permutations of 5 to 8 elements
         # are measurably not equally likely, with 32 they are.
         rounds = 8 if size >= 1024 else 32
-        self._keys = [_mix(key + GOLDEN * place & WORD) for place in range(1, rounds + 1)]
+        self._keys = [mix(key + GOLDEN * place & WORD) for place in range(1, rounds + 1)]
         self._key_words = np.array(self._keys, np.uint64)
 
     @overload
@@ -103,12 +103,12 @@ class Permutation:
         """Apply the network, a bijection of the power of two."""
         high, low = value >> self._low_bits, value & self._low
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
-            high = high ^ (_mix(low ^ even) & self._high)
-            low = low ^ (_mix(high ^ odd) & self._low)
+            high = high ^ (mix(low ^ even) & self._high)
+            low = low ^ (mix(high ^ odd) & self._low)
         return high << self._low_bits | low
 
 
-def _mix(word: Words) -> Words:
+def mix(word: Words) -> Words:
     """Return 64 bits, each of which depends on every bit of the word."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & WORD
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB & WORD

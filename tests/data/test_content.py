@@ -96,7 +96,7 @@ def test_weights_that_round_badly_leave_no_document_out(tmp_path):
 def test_the_last_places_of_the_hash_space_belong_to_the_last_split(tmp_path, monkeypatch):
     """A sixth six times over is a little less than 1."""
     dataset = build(tmp_path / "a", [[1], [2]])
-    monkeypatch.setattr(content, "_mix", lambda x: np.full_like(x, 2**64 - 1))
+    monkeypatch.setattr(content, "_stirred", lambda x: np.full_like(x, 2**64 - 1))
     names = tuple(map(str, range(7)))
     splits = split_by_content(dataset, [1] * 6, names=names)
     assert [len(splits[name].documents) for name in names] == [0, 0, 0, 0, 0, 2, 0]
