@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 
 
 def python_blocks():
@@ -36,3 +37,11 @@ def test_the_readme_shows_one_process_and_two_ranks():
     on_ranks = ["init_process_group" in block for block in BLOCKS.values()]
     assert True in on_ranks
     assert False in on_ranks
+
+
+def test_what_starts_ranks_ends_them():
+    pages = [README, *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
+    for page in pages:  # a rank of gloo that exits without it aborts now and then (torch 2.13)
+        text = page.read_text()
+        started, ended = (text.count(f"dist.{do}_process_group(") for do in ("init", "destroy"))
+        assert started <= ended, page
