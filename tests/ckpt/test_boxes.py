@@ -1,0 +1,111 @@
+"""Box arithmetic agrees with arrays in which every element is painted."""
+
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megablocks_core.ckpt.boxes import (
+    as_array,
+    as_boxes,
+    cells,
+    flat_boxes,
+    inside,
+    intersection,
+    lengths,
+    moved,
+    sizes,
+    tile,
+    whole_box,
+)
+
+SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def shapes_and_boxes(draw, max_boxes=6):
+    shape = draw(SHAPES)
+    boxes = []
+    for _ in range(draw(st.integers(1, max_boxes))):
+        starts = [draw(st.integers(0, length - 1)) for length in shape]
+        stops = [
+            draw(st.integers(start + 1, length))
+            for start, length in zip(starts, shape, strict=True)
+        ]
+        boxes.append(tuple(map(slice, starts, stops)))
+    return shape, boxes
+
+
+def _painted(shape, boxes):
+    counts = np.zeros(shape, dtype=int)
+    for box in boxes:
+        counts[box] += 1
+    return counts
+
+
+@given(shapes_and_boxes(max_boxes=2))
+def test_intersection_and_moves(case):
+    shape, (one, *others) = case
+    other = others[0] if others else whole_box(shape)
+    both = intersection(one, other)
+    expected = _painted(shape, [one, other]) == 2
+    assert np.array_equal(_painted(shape, [both] if both is not None else []) == 1, expected)
+    if both is not None:
+        assert moved(inside(both, one), one) == both
+        assert lengths(inside(both, other)) == lengths(both)
+
+
+@given(SHAPES, st.data())
+def test_flat_ranges_are_boxes_in_flat_order(shape, data):
+    start = data.draw(st.integers(0, prod(shape)))
+    stop = data.draw(st.integers(start, prod(shape)))
+    boxes = flat_boxes(start, stop, shape)
+    numbers = np.arange(prod(shape)).reshape(shape)
+    parts = [numbers[box].reshape(-1) for box in boxes]
+    assert np.concatenate([*parts, []]).tolist() == list(range(start, stop))
+    assert len(boxes) <= 2 * max(len(shape) - 1, 0) + 1
+
+
+def test_flat_ranges_of_nothing():
+    assert flat_boxes(0, 0, (2, 3)) == flat_boxes(0, 5, (2, 0)) == []
+    assert flat_boxes(0, 1, ()) == [()]
+
+
+@given(shapes_and_boxes())
+def test_cells_are_disjoint_and_know_their_holders(case):
+    shape, boxes = case
+    found = cells(boxes)
+    counts = _painted(shape, [cell for cell, _ in found])
+    assert np.array_equal(counts, (_painted(shape, boxes) > 0).astype(int))
+    for cell, holders in found:
+        assert holders == [
+            index for index, box in enumerate(boxes) if intersection(cell, box) is not None
+        ]
+    assert tile(as_array([cell for cell, _ in found], len(shape)), shape) == bool(counts.all())
+
+
+@given(shapes_and_boxes())
+def test_tile_is_every_element_exactly_once(case):
+    shape, boxes = case
+    array = as_array(boxes, len(shape))
+    assert as_boxes(array) == boxes
+    assert sizes(array).tolist() == [prod(lengths(box)) for box in boxes]
+    assert tile(array, shape) == bool((_painted(shape, boxes) == 1).all())
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [(slice(0, 2),), (slice(2, 3),), (slice(2, 3),), (slice(3, 3),)],  # a gap and an overlap
+        [(slice(0, 5),)],
+        [],
+    ],
+)
+def test_no_tiling(boxes):
+    assert not tile(as_array(boxes, 1), (4,))
+
+
+def test_no_boxes():
+    assert cells([]) == [] and as_boxes(as_array([], 2)) == []
