@@ -18,6 +18,7 @@ from megablocks_core.ckpt.entries import (
     kind_of,
 )
 from megablocks_core.ckpt.manifest import CheckpointError
+from megablocks_core.ckpt.places import place_of
 from megablocks_core.ckpt.stored import Stored, StoredTensor
 from megablocks_core.groups import (
     LOCAL,
@@ -68,7 +69,9 @@ def load(
     folder = Path(path).absolute()
     task = f"load({str(folder)!r})"
     with together(task, group=group, raises=CheckpointError):
-        stored = Stored(folder)
+        stored = Stored(place_of(path))
+        if group.rank == 0:
+            stored.check_rest()
     if len(set(group.all_gather_object(stored.manifest.digest))) > 1:
         raise CheckpointError(f"{task}: ranks see different checkpoints under this path")
     with together(task, group=group, raises=CheckpointError):

@@ -9,16 +9,21 @@ description of the format.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import xxhash
 
+from megablocks_core.files.safetensors import DTYPE_CODES
+from megablocks_core.groups.cuts import Box
+
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 4 * 2**20
-_FORMAT, _VERSION = "megablocks_core.ckpt", 1
-_HASH_KEY = ',\n "xxh3_128": "'
+FORMAT, VERSION = "megablocks_core.ckpt", 2
+HASH_KEY = ',\n "xxh3_128": "'
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class CheckpointError(RuntimeError):
@@ -27,20 +32,38 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of bytes in a file: one whole tensor."""
+    """A box of a whole tensor, as one run of bytes in a file, last dimension fastest.
+
+    Attributes:
+        file: Its file's name.
+        offset: Where the run begins, counted from the start of the file.
+        start: The box's first index in each dimension.
+        shape: The box's length in each dimension.
+    """
 
     file: str
     offset: int
-    length: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """The box, as slices of the whole."""
+        ends = zip(self.start, self.shape, strict=True)
+        return tuple(slice(start, start + length) for start, length in ends)
 
 
 @dataclass(frozen=True)
 class StoredAs:
-    """One logical tensor in the checkpoint."""
+    """One logical tensor in the checkpoint: its chunks cover it, each element once."""
 
     dtype: str
-    shape: list[int]
+    shape: tuple[int, ...]
     chunks: list[Chunk]
+
+    def end_of(self, chunk: Chunk) -> int:
+        """Where the run of one of its chunks ends in the file."""
+        return chunk.offset + prod(chunk.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -71,73 +94,26 @@ class Manifest:
     digest: str = ""
 
     def text(self) -> str:
-        """The manifest as written; sets ``digest``."""
-        body = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        del body["digest"]
-        head = json.dumps(body, indent=1).removesuffix("\n}")
-        self.digest = xxhash.xxh3_128_hexdigest(head.encode())
-        return f'{head}{_HASH_KEY}{self.digest}"\n}}\n'
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Read and check a checkpoint's manifest.
-
-    Raises:
-        CheckpointError: There is none, its hash differs, or it is of another format.
-    """
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a finished checkpoint")
-    text = path.read_bytes().decode(errors="replace")
-    head, _, tail = text.rpartition(_HASH_KEY)
-    digest = xxhash.xxh3_128_hexdigest(head.encode())
-    if tail != f'{digest}"\n}}\n':
-        raise CheckpointError(f"{path} is damaged: its hash is not the one it ends with")
-    body = json.loads(text)
-    if (body["format"], body["version"]) != (_FORMAT, _VERSION):
-        raise CheckpointError(
-            f"{path} has format {body['format']!r} version {body['version']}; "
-            f"this library reads {_FORMAT!r} version {_VERSION}"
+        """The manifest as written, a line for each entry, tensor and file; sets ``digest``."""
+        head = ",\n".join(
+            [
+                f'{{\n "format": {json.dumps(FORMAT)}',
+                f' "version": {VERSION}',
+                f' "saved_unix_ns": {self.saved_unix_ns}',
+                _lines("state", self.state.items()),
+                _lines("tensors", ((name, _tensor(one)) for name, one in self.tensors.items())),
+                _lines("files", ((name, vars(one)) for name, one in self.files.items())),
+            ]
         )
-    outside = [name for name in body["files"] if name in (".", "..") or Path(name).name != name]
-    if outside:
-        raise CheckpointError(f"{path} names files outside its folder: {outside}")
-    return Manifest(
-        body["saved_unix_ns"],
-        body["state"],
-        {
-            name: StoredAs(one["dtype"], one["shape"], [Chunk(**part) for part in one["chunks"]])
-            for name, one in body["tensors"].items()
-        },
-        {name: FileRecord(**record) for name, record in body["files"].items()},
-        digest,
-    )
+        self.digest = xxhash.xxh3_128_hexdigest(head.encode())
+        return f'{head}{HASH_KEY}{self.digest}"\n}}\n'
 
 
-class BlockHashes:
-    """Hashes a file block by block while it is written."""
+def _lines(key: str, items: Iterable[tuple[str, Any]]) -> str:
+    rows = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in items]
+    return f" {json.dumps(key)}: {{" + ("\n" + ",\n".join(rows) + "\n " if rows else "") + "}"
 
-    def __init__(self) -> None:
-        self.size = 0
-        self._done: list[str] = []
-        self._open = xxhash.xxh3_128()
 
-    def update(self, data: memoryview) -> None:
-        """Take the next bytes of the file."""
-        while data:
-            room = BLOCK_BYTES - self.size % BLOCK_BYTES
-            self._open.update(data[:room])
-            self.size += len(data[:room])
-            if self.size % BLOCK_BYTES == 0:
-                self._close_block()
-            data = data[room:]
-
-    def record(self) -> FileRecord:
-        """The file's record, once all of it was seen."""
-        if self.size % BLOCK_BYTES:
-            self._close_block()
-        return FileRecord(self.size, self._done)
-
-    def _close_block(self) -> None:
-        self._done.append(self._open.hexdigest())
-        self._open = xxhash.xxh3_128()
+def _tensor(one: StoredAs) -> dict[str, Any]:
+    chunks = [[part.file, part.offset, part.start, part.shape] for part in one.chunks]
+    return {"dtype": one.dtype, "shape": one.shape, "chunks": chunks}

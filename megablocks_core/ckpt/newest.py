@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megablocks_core.ckpt.loading import load
-from megablocks_core.ckpt.manifest import MANIFEST, CheckpointError, read_manifest
+from megablocks_core.ckpt.manifest import MANIFEST, CheckpointError
+from megablocks_core.ckpt.manifest_reading import read_manifest
+from megablocks_core.ckpt.places import LocalPlace
 from megablocks_core.ckpt.stored import check_sizes
 from megablocks_core.files import is_unfinished, replace_file
 from megablocks_core.groups import LOCAL, Group, together
@@ -81,7 +83,7 @@ def write_latest(root: Path, name: str, digest: str) -> None:
 def newest_time(root: Path) -> int:
     """Time of the checkpoint that ``LATEST`` names, 0 if it names none."""
     try:
-        return read_manifest(root / _read_latest(root)[0]).saved_unix_ns
+        return read_manifest(LocalPlace(root / _read_latest(root)[0])).saved_unix_ns
     except (CheckpointError, OSError):
         return 0
 
@@ -107,8 +109,8 @@ def _survey(root: Path) -> tuple[list[Path], list[str]]:
             continue
         folders.append(folder.name)
         try:
-            manifest = read_manifest(folder)
-            check_sizes(folder, manifest)
+            manifest = read_manifest(LocalPlace(folder))
+            check_sizes(LocalPlace(folder), manifest)
             whole.append((manifest.saved_unix_ns, folder, manifest.digest))
         except CheckpointError as error:
             if (folder / MANIFEST).exists() or any(folder.glob("*.safetensors")):

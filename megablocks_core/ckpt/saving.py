@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import xxhash
 from torch import Tensor
 
+from megablocks_core.ckpt.commit import Draft
 from megablocks_core.ckpt.entries import take_apart
-from megablocks_core.ckpt.manifest import (
-    MANIFEST,
-    BlockHashes,
-    CheckpointError,
-    Chunk,
-    Manifest,
-    StoredAs,
-)
-from megablocks_core.ckpt.newest import newest_time, write_latest
-from megablocks_core.files import NewFolder, create_file
-from megablocks_core.files.safetensors import DTYPE_CODES, SafetensorsWriter
+from megablocks_core.ckpt.manifest import CheckpointError
+from megablocks_core.ckpt.writing import FileToWrite, Item
 from megablocks_core.groups import LOCAL, Collection, Group, Held, Whole, as_bytes, together
 
 
@@ -46,83 +36,38 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, group: Group
         CheckpointError: Another rank failed.
         OSError: The disk is full, or another fault of the file system.
     """
-    target = Path(path).absolute()
-    task = f"save({str(target)!r})"
+    task = f"save({str(path)!r})"
     with together(task, group=group, raises=CheckpointError):
         entries = take_apart(state)
         digests = {part.name: _digest(part) for part in entries.held if _is_whole(part, group)}
     _check_equal(entries.state, digests, group)
     collection = Collection(entries.held, group=group, task=task, raises=CheckpointError)
-    draft = _Draft(target, entries.state)
+    draft = Draft(path, group=group)
     try:
+        draft.open()
         with together(task, group=group, raises=CheckpointError):
-            if group.rank == 0:
-                draft.open(collection.wholes)
-        collection.visit(draft.add)
+            writer = draft.writer(_files(collection.wholes) if group.rank == 0 else [])
+
+        def add(name: str, tensor: Tensor) -> None:
+            entry, _, key = name.partition("/")
+            writer.add(f"{entry}.safetensors", key, tensor)
+
+        collection.visit(add)
         with together(task, group=group, raises=CheckpointError):
-            if group.rank == 0:
-                draft.commit()
+            receipt = writer.finish()
+        draft.commit(entries.state, receipt)
     finally:
-        draft.close()
+        draft.discard()
 
 
-class _Draft:
-    """The checkpoint in the making, on the rank that writes."""
-
-    def __init__(self, target: Path, state: dict[str, dict[str, Any]]) -> None:
-        self._target = target
-        self._manifest = Manifest(0, state)
-        self._folder: NewFolder | None = None
-        self._writers: dict[str, tuple[SafetensorsWriter, BlockHashes]] = {}
-
-    def open(self, wholes: list[Whole]) -> None:
-        self._folder = NewFolder(self._target)
-        files: dict[str, list[Whole]] = {}
-        for whole in wholes:
-            entry, _, name = whole.name.partition("/")
-            files.setdefault(f"{entry}.safetensors", []).append(whole._replace(name=name))
-        for file, members in files.items():
-            hashes = BlockHashes()
-            self._writers[file] = (
-                SafetensorsWriter(
-                    self._folder.staging / file,
-                    members,
-                    metadata={"format": "pt"},
-                    observe=hashes.update,
-                ),
-                hashes,
-            )
-
-    def add(self, name: str, tensor: Tensor) -> None:
+def _files(wholes: list[Whole]) -> list[FileToWrite]:
+    """One file for each entry."""
+    files: dict[str, list[Item]] = {}
+    for name, shape, dtype in wholes:
         entry, _, key = name.partition("/")
-        file = f"{entry}.safetensors"
-        writer, _ = self._writers[file]
-        writer.add(key, tensor)
-        chunk = Chunk(file, writer.offsets[key], tensor.nbytes)
-        code = DTYPE_CODES[tensor.dtype]
-        self._manifest.tensors[name] = StoredAs(code, list(tensor.shape), [chunk])
-
-    def commit(self) -> None:
-        assert self._folder is not None
-        for file, (writer, hashes) in self._writers.items():
-            writer.finish()
-            self._manifest.files[file] = hashes.record()
-        root = self._target.parent
-        self._manifest.saved_unix_ns = max(time.time_ns(), newest_time(root) + 1)
-        create_file(self._folder.staging / MANIFEST, self._manifest.text().encode())
-        try:
-            self._folder.publish()
-            write_latest(root, self._target.name, self._manifest.digest)
-        except BaseException:
-            self._folder.withdraw()
-            raise
-
-    def close(self) -> None:
-        """Close the files; what was not published is deleted."""
-        for writer, _ in self._writers.values():
-            writer.close()
-        if self._folder is not None:
-            self._folder.discard()
+        item = Item(key, name, dtype, (0,) * len(shape), shape, shape)
+        files.setdefault(f"{entry}.safetensors", []).append(item)
+    return [FileToWrite(file, items) for file, items in files.items()]
 
 
 def _is_whole(part: Held, group: Group) -> bool:

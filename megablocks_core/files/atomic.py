@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-_UNFINISHED = ".partial"
+from megablocks_core.files import disk
+
+_UNFINISHED, _REMOVED = ".partial", ".removed"
 
 
 class NewFolder:
@@ -33,22 +35,23 @@ class NewFolder:
         self.target = target
         self.staging = _beside(target, _UNFINISHED)
         make_folder(target.parent)
-        self.staging.mkdir()
+        disk.make_folder(self.staging)
 
     def publish(self) -> None:
         """Sync the folder and rename it to its target, which is refused if no longer empty."""
         sync_folder(self.staging)
-        self.staging.rename(self.target)
+        disk.rename(self.staging, self.target)
         sync_folder(self.target.parent)
 
     def withdraw(self) -> None:
         """Take back a folder that was published, because what had to follow failed."""
         if not self.staging.exists():
-            self.target.rename(self.staging)
+            disk.rename(self.target, self.staging)
 
     def discard(self) -> None:
         """Delete what was written so far; a published folder stays."""
-        shutil.rmtree(self.staging, ignore_errors=True)
+        with suppress(OSError):
+            _remove_tree(self.staging)
 
 
 def is_unfinished(folder: Path) -> bool:
@@ -56,11 +59,29 @@ def is_unfinished(folder: Path) -> bool:
     return folder.name.startswith(".") and folder.name.endswith(_UNFINISHED)
 
 
+def is_removed(folder: Path) -> bool:
+    """Whether this is a folder that ``remove`` had hidden when a crash came."""
+    return folder.name.startswith(".") and folder.name.endswith(_REMOVED)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder: first its name, so that no one ever finds a part of it under that name."""
+    if not (is_unfinished(folder) or is_removed(folder)):
+        hidden = _beside(folder, _REMOVED)
+        disk.rename(folder, hidden)
+        sync_folder(folder.parent)
+        folder = hidden
+    _remove_tree(folder)
+
+
 def create_file(path: Path, data: bytes) -> None:
     """Write a new file and sync it; its name is durable once the folder is synced."""
-    with open(path, "xb") as file:
-        file.write(data)
-        sync_file(file)
+    descriptor = disk.create(path)
+    try:
+        disk.write(descriptor, [memoryview(data)], 0)
+        disk.sync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -68,9 +89,11 @@ def replace_file(path: Path, data: bytes) -> None:
     draft = _beside(path)
     try:
         create_file(draft, data)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+        disk.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            disk.remove_file(draft)
+        raise
     sync_folder(path.parent)
 
 
@@ -79,23 +102,32 @@ def make_folder(path: Path) -> None:
     if path.is_dir():
         return
     make_folder(path.parent)
-    path.mkdir(exist_ok=True)
+    disk.make_folder(path, exist_ok=True)
     sync_folder(path.parent)
 
 
 def sync_file(file: IO[bytes]) -> None:
     """Make what was written to an open file durable."""
     file.flush()
-    os.fsync(file.fileno())
+    disk.sync(file.fileno())
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        disk.sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove_tree(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            _remove_tree(path)
+        else:
+            disk.remove_file(path)
+    disk.remove_folder(folder)
 
 
 def _beside(path: Path, ending: str = "") -> Path:

@@ -6,13 +6,15 @@ The format: https://huggingface.co/docs/safetensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megablocks_core.files.atomic import sync_file
+from megablocks_core.files import disk
 from megablocks_core.groups import Whole, as_bytes
 
 # The format's names of dtypes.
@@ -35,6 +37,38 @@ DTYPE_CODES = {
 }
 
 
+class Layout(NamedTuple):
+    """Where everything lies in a safetensors file.
+
+    Attributes:
+        header: The bytes before the first tensor.
+        offsets: For each tensor, where its bytes begin, counted from the start of the file.
+        size: Of the whole file.
+    """
+
+    header: bytes
+    offsets: dict[str, int]
+    size: int
+
+
+def layout(wholes: Sequence[Whole], metadata: Mapping[str, str] | None = None) -> Layout:
+    """The layout of a file of ``wholes`` in this order, which must be widest dtype first."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts, end = {}, 0
+    for whole in wholes:
+        starts[whole.name], start, end = end, end, end + whole.nbytes
+        header[whole.name] = {
+            "dtype": DTYPE_CODES[whole.dtype],
+            "shape": list(whole.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = 8 + len(text)
+    offsets = {name: data + start for name, start in starts.items()}
+    return Layout(len(text).to_bytes(8, "little") + text, offsets, data + end)
+
+
 class SafetensorsWriter:
     """One safetensors file, written tensor by tensor in a fixed order.
 
@@ -42,36 +76,15 @@ class SafetensorsWriter:
         path: The file, which must not exist.
         wholes: Its tensors, in order, widest dtype first.
         metadata: Strings for the header.
-        observe: Called with each run of bytes, in order, as it is written.
-
-    Attributes:
-        offsets: For each tensor, where its bytes begin in the file.
     """
 
     def __init__(
-        self,
-        path: Path,
-        wholes: Sequence[Whole],
-        *,
-        metadata: dict[str, str] | None = None,
-        observe: Callable[[memoryview], None] = lambda _: None,
+        self, path: Path, wholes: Sequence[Whole], *, metadata: dict[str, str] | None = None
     ) -> None:
-        header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-        starts, end = {}, 0
-        for whole in wholes:
-            starts[whole.name], start, end = end, end, end + whole.nbytes
-            header[whole.name] = {
-                "dtype": DTYPE_CODES[whole.dtype],
-                "shape": list(whole.shape),
-                "data_offsets": [start, end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.offsets = {name: 8 + len(text) + start for name, start in starts.items()}
         self._waiting = list(wholes)[::-1]
-        self._observe = observe
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
-        self._write(memoryview(len(text).to_bytes(8, "little") + text))
+        self._offset = 0
+        self._file = disk.create(path)
+        self._write(memoryview(layout(wholes, metadata).header))
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor, which must be the next of ``wholes`` and lie on the CPU."""
@@ -81,14 +94,15 @@ class SafetensorsWriter:
     def finish(self) -> None:
         """Sync and close the file."""
         assert not self._waiting
-        sync_file(self._file)
+        disk.sync(self._file)
         self.close()
 
     def close(self) -> None:
         """Close the file, whole or not."""
-        self._file.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def _write(self, data: memoryview) -> None:
-        self._observe(data)
-        while data:
-            data = data[self._file.write(data) :]
+        disk.write(self._file, [data], self._offset)
+        self._offset += data.nbytes

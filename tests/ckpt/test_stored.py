@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 from megablocks_core import ckpt
 from megablocks_core.ckpt.manifest import BLOCK_BYTES
-from megablocks_core.ckpt.stored import Stored
+from megablocks_core.ckpt.places import LocalPlace, LocalSource
+from megablocks_core.ckpt.stored import Stored, Target
 
 
 def _saved(root):
@@ -68,7 +70,7 @@ def test_f_152_a_file_cut_short_is_named_with_both_sizes(tmp_path):
 def test_slices_are_those_of_the_whole(tmp_path):
     whole = torch.arange(4 * 6 * 5, dtype=torch.int16).view(4, 6, 5)
     ckpt.save(tmp_path / "c", {"x": whole, "scalar": torch.tensor(3)})
-    stored = Stored(tmp_path / "c").tensors
+    stored = Stored(LocalPlace(tmp_path / "c")).tensors
     x = stored["x/x"]
     assert x.get_shape() == [4, 6, 5]
     for index in (
@@ -80,3 +82,63 @@ def test_slices_are_those_of_the_whole(tmp_path):
     ):
         assert torch.equal(x[index], whole[index])
     assert stored["scalar/scalar"][...] == 3
+
+
+def _filled(stored, targets):
+    """The bytes that targets of these (offset, length) get."""
+    memories = [Target(offset, memoryview(bytearray(length))) for offset, length in targets]
+    stored.fill("x.safetensors", memories)
+    return [bytes(target.memory) for target in memories]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [],
+        [(3, 0)],
+        [(0, 1)],
+        [(BLOCK_BYTES - 3, 7)],
+        [(5, 10), (15, 2), (100, 1), (BLOCK_BYTES, 5), (3 * BLOCK_BYTES - 1, 2)],
+        [(8 * n, 3) for n in range(200)],
+        [(100, 2 * BLOCK_BYTES + 5), (3 * BLOCK_BYTES + 1000, 20)],
+    ],
+)
+def test_targets_get_their_bytes_and_nothing_else_is_read(tmp_path, monkeypatch, targets):
+    ckpt.save(tmp_path / "c", {"x": torch.randn(BLOCK_BYTES // 4 * 3 + 500)})
+    data = (tmp_path / "c" / "x.safetensors").read_bytes()
+    stored, seen = Stored(LocalPlace(tmp_path / "c")), []
+    real = LocalSource.read
+
+    def noted(self, parts, offset):
+        seen.append((offset, sum(part.nbytes for part in parts)))
+        real(self, parts, offset)
+
+    monkeypatch.setattr(LocalSource, "read", noted)
+    expected = [data[offset : offset + length] for offset, length in targets]
+    assert _filled(stored, targets) == expected
+    touched = {
+        block
+        for offset, length in targets
+        for block in range(offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES + 1)
+        if length
+    }
+    ends = [min((block + 1) * BLOCK_BYTES, len(data)) for block in sorted(touched)]
+    starts = [block * BLOCK_BYTES for block in sorted(touched)]
+    assert sorted(seen) == [(at, end - at) for at, end in zip(starts, ends, strict=True)]
+
+
+def test_a_block_whose_bytes_no_tensor_has_is_checked(tmp_path):
+    model = nn.ParameterDict({f"{n}" * 240: nn.Parameter(torch.ones(1)) for n in range(10)})
+    ckpt.save(tmp_path / "c", {"model": model})
+    stored = Stored(LocalPlace(tmp_path / "c"))
+    stored.check_rest()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megablocks_core.ckpt.stored.BLOCK_BYTES", 512)
+        (record,) = stored.manifest.files.values()
+        data = (tmp_path / "c" / "model.safetensors").read_bytes()
+        hashes = [xxhash.xxh3_128_hexdigest(data[at : at + 512]) for at in range(0, len(data), 512)]
+        record.xxh3_128[:] = hashes
+        stored.check_rest()
+        record.xxh3_128[1] = "0" * 32
+        with pytest.raises(ckpt.CheckpointError, match="block 1"):
+            stored.check_rest()

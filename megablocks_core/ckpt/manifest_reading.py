@@ -1,0 +1,206 @@
+"""Read a manifest and believe nothing in it that has not been checked.
+
+A manifest's hash tells damage, not malice: whoever can write the files can write the hash. So
+names, types, sizes and boxes are all checked before anything is made of them.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from math import prod
+from typing import Any, NoReturn
+
+import xxhash
+
+from megablocks_core.ckpt.manifest import (
+    BLOCK_BYTES,
+    DTYPES,
+    FORMAT,
+    HASH_KEY,
+    MANIFEST,
+    VERSION,
+    CheckpointError,
+    Chunk,
+    FileRecord,
+    Manifest,
+    StoredAs,
+)
+from megablocks_core.ckpt.places import LocalPlace
+
+_KINDS = ("module", "optimizer", "tensor", "json")
+
+
+def read_manifest(place: LocalPlace) -> Manifest:
+    """Read and check a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: There is none, its hash differs, it is of another format, or it says
+            what cannot be.
+    """
+    data = place.read(MANIFEST)
+    if data is None:
+        raise CheckpointError(f"{place} has no {MANIFEST}: it is not a finished checkpoint")
+    return parse_manifest(data, f"{place.child(MANIFEST)}")
+
+
+def parse_manifest(data: bytes, path: str) -> Manifest:
+    """The manifest in ``data``, which was read from ``path``.
+
+    Raises:
+        CheckpointError: As ``read_manifest``.
+    """
+    text = data.decode(errors="replace")
+    head, _, tail = text.rpartition(HASH_KEY)
+    digest = xxhash.xxh3_128_hexdigest(head.encode())
+    if tail != f'{digest}"\n}}\n':
+        raise CheckpointError(f"{path} is damaged: its hash is not the one it ends with")
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    reader = _Reader(path)
+    if (body.get("format"), body.get("version")) not in ((FORMAT, 1), (FORMAT, VERSION)):
+        raise CheckpointError(
+            f"{path} has format {body.get('format')!r} version {body.get('version')!r}; "
+            f"this library reads {FORMAT!r} versions 1 and {VERSION}"
+        )
+    files = {name: reader.file(name, one) for name, one in reader.items(body, "files")}
+    manifest = Manifest(
+        reader.whole_number(body.get("saved_unix_ns"), "saved_unix_ns"),
+        {name: reader.entry(name, one) for name, one in reader.items(body, "state")},
+        {name: reader.tensor(name, one, files) for name, one in reader.items(body, "tensors")},
+        files,
+        digest,
+    )
+    reader.check_apart(manifest)
+    return manifest
+
+
+class _Reader:
+    """Takes a manifest's values apart; the first that cannot be is named."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def refuse(self, what: str) -> NoReturn:
+        raise CheckpointError(f"{self._path} says what cannot be: {what}")
+
+    def items(self, body: Any, key: str) -> list[tuple[str, Any]]:
+        value = body.get(key)
+        if not isinstance(value, dict):
+            self.refuse(f"{key} is {_short(value)}, not an object")
+        return list(value.items())
+
+    def whole_number(self, value: Any, what: str) -> int:
+        if type(value) is not int or not 0 <= value < 2**63:
+            self.refuse(f"{what} is {_short(value)}")
+        return value
+
+    def whole_numbers(self, value: Any, what: str) -> tuple[int, ...]:
+        if not isinstance(value, list):
+            self.refuse(f"{what} is {_short(value)}")
+        return tuple(self.whole_number(one, what) for one in value)
+
+    def entry(self, name: str, one: Any) -> dict[str, Any]:
+        if not isinstance(one, dict) or one.get("kind") not in _KINDS:
+            self.refuse(f"state[{name!r}] is {_short(one)}")
+        if one["kind"] in ("json", "optimizer") and "value" not in one:
+            self.refuse(f"state[{name!r}] has no value")
+        return one
+
+    def file(self, name: str, one: Any) -> FileRecord:
+        plain = name not in ("", ".", "..", MANIFEST) and not set(name) & set("/\\\0")
+        if not plain:
+            self.refuse(f"{name!r} is no name of a file in its folder")
+        if not isinstance(one, dict):
+            self.refuse(f"files[{name!r}] is {_short(one)}")
+        size = self.whole_number(one.get("size"), f"the size of {name!r}")
+        hashes = one.get("xxh3_128")
+        if (
+            not isinstance(hashes, list)
+            or len(hashes) != -(-size // BLOCK_BYTES)
+            or not all(isinstance(one, str) for one in hashes)
+        ):
+            self.refuse(f"{name!r} of {size} bytes has the hashes {_short(hashes)}")
+        return FileRecord(size, hashes)
+
+    def tensor(self, name: str, one: Any, files: dict[str, FileRecord]) -> StoredAs:
+        if not isinstance(one, dict) or not isinstance(one.get("chunks"), list):
+            self.refuse(f"tensors[{name!r}] is {_short(one)}")
+        code = one.get("dtype")
+        if not isinstance(code, str) or code not in DTYPES:
+            self.refuse(f"{name!r} has the dtype {_short(code)}")
+        shape = self.whole_numbers(one.get("shape"), f"the shape of {name!r}")
+        if prod(shape) >= 2**63:
+            self.refuse(f"{name!r} has the shape {shape}")
+        stored = StoredAs(code, shape, [self._chunk(name, part, shape) for part in one["chunks"]])
+        for part in stored.chunks:
+            if part.file not in files or stored.end_of(part) > files[part.file].size:
+                self.refuse(f"a chunk of {name!r} lies outside the files: {part}")
+        self._check_cover(name, stored)
+        return stored
+
+    def _chunk(self, name: str, part: Any, whole: tuple[int, ...]) -> Chunk:
+        if isinstance(part, dict):  # version 1: one chunk, the whole
+            part = [part.get("file"), part.get("offset"), [0] * len(whole), list(whole)]
+        if not isinstance(part, list) or len(part) != 4 or not isinstance(part[0], str):
+            self.refuse(f"a chunk of {name!r} is {_short(part)}")
+        offset = self.whole_number(part[1], f"the offset of a chunk of {name!r}")
+        start = self.whole_numbers(part[2], f"the start of a chunk of {name!r}")
+        shape = self.whole_numbers(part[3], f"the shape of a chunk of {name!r}")
+        fits = len(start) == len(shape) == len(whole) and all(
+            first + length <= most for first, length, most in zip(start, shape, whole, strict=True)
+        )
+        if not fits:
+            self.refuse(f"a chunk of {name!r} from {start} of shape {shape} is not in {whole}")
+        return Chunk(part[0], offset, start, shape)
+
+    def _check_cover(self, name: str, stored: StoredAs) -> None:
+        """Each element in one chunk: as many elements as the whole has, and no two chunks meet."""
+        count = sum(prod(part.shape) for part in stored.chunks)
+        if count != prod(stored.shape):
+            self.refuse(f"the chunks of {name!r} hold {count} elements of shape {stored.shape}")
+        if any_meet([part.box for part in stored.chunks if prod(part.shape)]):
+            self.refuse(f"chunks of {name!r} overlap")
+
+    def check_apart(self, manifest: Manifest) -> None:
+        """No two chunks share bytes of a file."""
+        runs: dict[str, list[tuple[int, int, str]]] = {}
+        for name, stored in manifest.tensors.items():
+            for part in stored.chunks:
+                if prod(part.shape):
+                    run = (part.offset, stored.end_of(part), name)
+                    runs.setdefault(part.file, []).append(run)
+        for file, found in runs.items():
+            for (_, end, first), (start, _, second) in pairwise(sorted(found)):
+                if start < end:
+                    self.refuse(f"{first!r} and {second!r} overlap in {file!r}")
+
+
+def any_meet(boxes: list[tuple[slice, ...]]) -> bool:
+    """Whether any two of some boxes, none of them empty, have an element in common.
+
+    A sweep along the dimension with the most cuts: each box is compared with those that are
+    open where it begins, so that slices of one dimension are compared with their neighbours.
+    """
+    if len(boxes) < 2:
+        return False
+    if not boxes[0]:
+        return True
+    dims = range(len(boxes[0]))
+    dim = max(dims, key=lambda dim: len({box[dim].start for box in boxes}))
+    open_boxes: list[tuple[slice, ...]] = []
+    for box in sorted(boxes, key=lambda box: box[dim].start):
+        open_boxes = [other for other in open_boxes if other[dim].stop > box[dim].start]
+        for other in open_boxes:
+            pairs = zip(other, box, strict=True)
+            if all(a.start < b.stop and b.start < a.stop for a, b in pairs):
+                return True
+        open_boxes.append(box)
+    return False
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -1,0 +1,188 @@
+"""Write a rank's files: every 4 MiB block is hashed and written by one of a few threads.
+
+The thread that calls ``add`` only cuts memory into blocks. A block that lies within one tensor
+on the CPU is hashed and written from there, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import BoundedSemaphore
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megablocks_core.ckpt.manifest import BLOCK_BYTES, Chunk, FileRecord, StoredAs
+from megablocks_core.ckpt.places import MOST_PARTS, LocalPlace, LocalSink
+from megablocks_core.files.safetensors import DTYPE_CODES, layout
+from megablocks_core.groups import Whole, as_bytes
+
+THREADS = 3
+
+
+class Item(NamedTuple):
+    """One box of a logical tensor, as a tensor of a safetensors file.
+
+    Attributes:
+        key: Its name in the file.
+        name: Of the logical tensor, "entry/name".
+        dtype: Of both.
+        start: The box's first index in each dimension of the whole.
+        shape: The box's length in each dimension.
+        whole_shape: Of the logical tensor.
+    """
+
+    key: str
+    name: str
+    dtype: torch.dtype
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole_shape: tuple[int, ...]
+
+
+class FileToWrite(NamedTuple):
+    """A safetensors file and the order of what is in it, which must be widest dtype first."""
+
+    file: str
+    items: Sequence[Item]
+    metadata: Mapping[str, str] = {"format": "pt"}
+
+
+class Receipt(NamedTuple):
+    """What a rank wrote: its chunks of each logical tensor, and its files."""
+
+    tensors: dict[str, StoredAs]
+    files: dict[str, FileRecord]
+
+
+class Writer:
+    """One rank's files, under a folder.
+
+    Args:
+        place: The folder.
+        files: The files, none of which may be there. All are made at once.
+    """
+
+    def __init__(self, place: LocalPlace, files: Sequence[FileToWrite]) -> None:
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-write")
+        self._room = BoundedSemaphore(2 * THREADS)
+        self._error: BaseException | None = None
+        self._tensors: dict[str, StoredAs] = {}
+        self._files: dict[str, _OpenFile] = {}
+        try:
+            for file in files:
+                self._files[file.file] = _OpenFile(place.create(file.file), file, self)
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, file: str, key: str, tensor: Tensor) -> None:
+        """Write the next item of a file.
+
+        ``tensor`` may lie on any device and have any strides. It must not change before
+        ``finish`` returns. Waits while too much is on its way to the disk.
+
+        Raises:
+            OSError: Something added before could not be written.
+        """
+        tensor = tensor.detach().cpu()
+        item, chunk = self._files[file].next_item(key, tensor)
+        stored = StoredAs(DTYPE_CODES[item.dtype], item.whole_shape, [])
+        self._tensors.setdefault(item.name, stored).chunks.append(chunk)
+        self._files[file].take(as_bytes(tensor).numpy().data)
+
+    def finish(self) -> Receipt:
+        """Wait until all files are complete and durable.
+
+        Raises:
+            OSError: The first error of any thread.
+        """
+        for file in self._files.values():
+            file.end()
+        self._pool.shutdown()
+        if self._error is not None:
+            raise self._error
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda file: file.sink.finish(), self._files.values()))
+        records = {name: file.record() for name, file in self._files.items()}
+        return Receipt(self._tensors, records)
+
+    def close(self) -> None:
+        """Stop the threads and close the files, whole or not."""
+        self._pool.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            with suppress(OSError):
+                file.sink.close()
+
+    def submit(self, file: _OpenFile, index: int, parts: list[memoryview]) -> None:
+        """Have a block of a file hashed and written; raises what went wrong before."""
+        self._room.acquire()
+        if self._error is not None:
+            self._room.release()
+            raise self._error
+        self._pool.submit(self._run, file, index, parts)
+
+    def _run(self, file: _OpenFile, index: int, parts: list[memoryview]) -> None:
+        try:
+            if self._error is None:
+                file.write(index, parts)
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            self._room.release()
+
+
+class _OpenFile:
+    """A file on its way: cuts the run of bytes it is given into blocks."""
+
+    def __init__(self, sink: LocalSink, file: FileToWrite, writer: Writer) -> None:
+        self.sink = sink
+        self._file, self._writer = file, writer
+        self._waiting = list(file.items)[::-1]
+        wholes = [Whole(item.key, item.shape, item.dtype) for item in file.items]
+        self._layout = layout(wholes, file.metadata)
+        self._parts: list[memoryview] = []
+        self._taken = 0
+        self._hashes: dict[int, str] = {}
+        self.take(memoryview(self._layout.header))
+
+    def next_item(self, key: str, tensor: Tensor) -> tuple[Item, Chunk]:
+        item = self._waiting.pop()
+        given = (key, tensor.dtype, tuple(tensor.shape))
+        assert given == (item.key, item.dtype, tuple(item.shape)), (given, item)
+        offset = self._layout.offsets[key]
+        return item, Chunk(self._file.file, offset, tuple(item.start), tuple(item.shape))
+
+    def take(self, data: memoryview) -> None:
+        while data.nbytes:
+            part = data[: BLOCK_BYTES - self._taken % BLOCK_BYTES]
+            self._parts.append(part)
+            self._taken += part.nbytes
+            data = data[part.nbytes :]
+            if self._taken % BLOCK_BYTES == 0:
+                self._send(self._taken // BLOCK_BYTES - 1)
+
+    def end(self) -> None:
+        assert not self._waiting and self._taken == self._layout.size
+        if self._parts:
+            self._send(self._taken // BLOCK_BYTES)
+
+    def _send(self, index: int) -> None:
+        parts, self._parts = self._parts, []
+        if len(parts) > MOST_PARTS:
+            parts = [memoryview(b"".join(parts))]
+        self._writer.submit(self, index, parts)
+
+    def write(self, index: int, parts: list[memoryview]) -> None:
+        digest = xxhash.xxh3_128()
+        for part in parts:
+            digest.update(part)
+        self._hashes[index] = digest.hexdigest()
+        self.sink.write(parts, index * BLOCK_BYTES)
+
+    def record(self) -> FileRecord:
+        return FileRecord(self._taken, [self._hashes[index] for index in range(len(self._hashes))])

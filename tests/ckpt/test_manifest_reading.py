@@ -1,0 +1,158 @@
+"""A manifest is believed only after all it says was checked, and old ones are still read."""
+
+import json
+from itertools import combinations
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megablocks_core.ckpt.manifest import CheckpointError, Chunk, FileRecord, Manifest, StoredAs
+from megablocks_core.ckpt.manifest_reading import any_meet, parse_manifest, read_manifest
+from megablocks_core.ckpt.places import LocalPlace
+
+
+def _signed(body):
+    """A manifest of any content, with a hash that is right."""
+    head = json.dumps(body, indent=1).removesuffix("\n}")
+    return f'{head},\n "xxh3_128": "{xxhash.xxh3_128_hexdigest(head.encode())}"\n}}\n'.encode()
+
+
+def _body():
+    return {
+        "format": "megablocks_core.ckpt",
+        "version": 2,
+        "saved_unix_ns": 7,
+        "state": {"a": {"kind": "module"}, "step": {"kind": "json", "value": 3}},
+        "tensors": {
+            "a/x": {
+                "dtype": "F32",
+                "shape": [4, 2],
+                "chunks": [["f", 64, [0, 0], [1, 2]], ["f", 72, [1, 0], [3, 2]]],
+            },
+            "a/y": {"dtype": "U8", "shape": [], "chunks": [["f", 96, [], []]]},
+        },
+        "files": {"f": {"size": 97, "xxh3_128": ["0" * 32]}},
+    }
+
+
+def test_round_trip(tmp_path):
+    manifest = Manifest(
+        7,
+        {"step": {"kind": "json", "value": [2**70, 0.1, "\N{SNOWMAN}", ',\n "xxh3_128": "']}},
+        {"a/a": StoredAs("F32", (2,), [Chunk("f", 8, (0,), (1,)), Chunk("f", 12, (1,), (1,))])},
+        {"f": FileRecord(16, ["00"])},
+    )
+    (tmp_path / "manifest.json").write_text(manifest.text())
+    assert read_manifest(LocalPlace(tmp_path)) == manifest
+
+
+def test_version_1_is_read():
+    body = _body() | {"version": 1}
+    whole = {"file": "f", "offset": 64, "length": 32}
+    body["tensors"] = {"a/x": {"dtype": "F32", "shape": [4, 2], "chunks": [whole]}}
+    stored = parse_manifest(_signed(body), "m").tensors["a/x"]
+    assert stored == StoredAs("F32", (4, 2), [Chunk("f", 64, (0, 0), (4, 2))])
+
+
+@pytest.mark.parametrize(("key", "value"), [("version", 3), ("version", None), ("format", "x")])
+def test_another_format_is_named(key, value):
+    with pytest.raises(CheckpointError, match=f"m has format.*{value}.* reads .* versions 1 and 2"):
+        parse_manifest(_signed(_body() | {key: value}), "m")
+
+
+def _set(body, path, value):
+    *above, last = path
+    for key in above:
+        body = body[key]
+    body[last] = value
+
+
+_CHUNKS = ("tensors", "a/x", "chunks")
+_HOSTILE = [
+    (("saved_unix_ns",), -1, "saved_unix_ns is -1"),
+    (("saved_unix_ns",), True, "saved_unix_ns is True"),
+    (("state",), [], "state is"),
+    (("state", "a"), {"kind": "pickle"}, r"state\['a'\] is"),
+    (("state", "step"), {"kind": "json"}, "has no value"),
+    (("tensors",), None, "tensors is"),
+    (("tensors", "a/x"), 5, "is 5"),
+    (("tensors", "a/x", "dtype"), "F33", "has the dtype 'F33'"),
+    (("tensors", "a/x", "dtype"), ["F32"], "has the dtype"),
+    (("tensors", "a/x", "dtype"), "F64", "lies outside the files"),
+    (("tensors", "a/x", "shape"), [4, 2.0], "the shape of"),
+    (("tensors", "a/x", "shape"), [-4, -2], "the shape of"),
+    (("tensors", "a/x", "shape"), [2**62, 2**62], "has the shape"),
+    (("tensors", "a/x", "shape"), [8], "is not in"),
+    (("tensors", "a/x", "shape"), [5, 2], "hold 8 elements"),
+    (("tensors", "a/x", "shape"), "42", "the shape of"),
+    (_CHUNKS, {}, "is"),
+    (_CHUNKS, [], "hold 0 elements"),
+    ((*_CHUNKS, 0), ["f", 64, [0, 0]], "a chunk of"),
+    ((*_CHUNKS, 0), [["f"], 64, [0, 0], [1, 2]], "a chunk of"),
+    ((*_CHUNKS, 0), {"file": "f", "offset": 64}, "hold 14 elements"),
+    ((*_CHUNKS, 0), ["g", 64, [0, 0], [1, 2]], "lies outside the files"),
+    ((*_CHUNKS, 0, 1), 2**62, "lies outside the files"),
+    ((*_CHUNKS, 0, 1), -8, "the offset of"),
+    ((*_CHUNKS, 0, 1), "64", "the offset of"),
+    ((*_CHUNKS, 0, 1), 68, "overlap in 'f'"),
+    ((*_CHUNKS, 1, 1), 73, "overlap in 'f'"),
+    ((*_CHUNKS, 0, 2), [4, 0], "is not in"),
+    ((*_CHUNKS, 0, 2), [1, 0], "chunks of 'a/x' overlap"),
+    ((*_CHUNKS, 0, 3), [2**40, 2**40], "is not in"),
+    (("files",), [], "files is"),
+    (("files", "f"), None, "is None"),
+    (("files", "f", "size"), 10**30, "the size of"),
+    (("files", "f", "size"), 2**62, "has the hashes"),
+    (("files", "f", "size"), 96, "lies outside the files"),
+    (("files", "f", "xxh3_128"), "0" * 32, "has the hashes"),
+    (("files", "f", "xxh3_128"), [0], "has the hashes"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), _HOSTILE)
+def test_what_cannot_be_is_refused(path, value, message):
+    parse_manifest(_signed(_body()), "m")
+    body = _body()
+    _set(body, path, value)
+    with pytest.raises(CheckpointError, match=f"m says what cannot be: .*{message}"):
+        parse_manifest(_signed(body), "m")
+
+
+@pytest.mark.parametrize(
+    "name", ["../a", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\0", "manifest.json"]
+)
+def test_files_outside_the_folder_are_refused(name):
+    body = _body()
+    body["files"][name] = {"size": 1, "xxh3_128": ["0"]}
+    with pytest.raises(CheckpointError, match="is no name of a file in its folder"):
+        parse_manifest(_signed(body), "m")
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, "{", "null", "[1]", '"\N{SNOWMAN}"', ""])
+def test_what_is_no_object_is_refused(text):
+    with pytest.raises(CheckpointError, match="m is damaged"):
+        parse_manifest(text.encode(), "m")
+    head = text.removesuffix("\n}")
+    tail = f',\n "xxh3_128": "{xxhash.xxh3_128_hexdigest(head.encode())}"\n}}\n'
+    with pytest.raises(CheckpointError, match="m is not JSON"):
+        parse_manifest((head + tail).encode(), "m")
+
+
+_BOXES = st.tuples(*[st.tuples(st.integers(0, 3), st.integers(1, 3))] * 2)
+
+
+@given(st.lists(_BOXES, max_size=5))
+def test_boxes_that_meet_are_found(ranges):
+    boxes = [tuple(slice(start, start + length) for start, length in box) for box in ranges]
+    cells = [{(i, j) for i in range(*_ends(a)) for j in range(*_ends(b))} for a, b in boxes]
+    assert any_meet(boxes) == any(a & b for a, b in combinations(cells, 2))
+
+
+def test_scalars_meet():
+    assert any_meet([(), ()]) and not any_meet([()]) and not any_meet([])
+
+
+def _ends(part):
+    return part.start, part.stop
