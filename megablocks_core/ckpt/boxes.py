@@ -156,3 +156,15 @@ def _spans(parts: list[slice], holders: list[int]) -> list[tuple[slice, list[int
         if inner:
             spans.append((slice(start, stop), inner))
     return spans
+
+
+def split(box: Box, most: int) -> list[Box]:
+    """Cut a box into boxes of at most ``most`` elements (1 or more), in row-major order."""
+    shape = lengths(box)
+    if prod(shape) <= most:
+        return [box]
+    dim = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= most)
+    step, last = most // prod(shape[dim + 1 :]), box[dim].stop
+    spans = [slice(at, min(at + step, last)) for at in range(box[dim].start, last, step)]
+    outer = [[slice(at, at + 1) for at in range(part.start, part.stop)] for part in box[:dim]]
+    return [(*rows, span, *box[dim + 1 :]) for rows in product(*outer) for span in spans]

@@ -17,6 +17,7 @@ from megablocks_core.ckpt.boxes import (
     lengths,
     moved,
     sizes,
+    split,
     tile,
     whole_box,
 )
@@ -109,3 +110,16 @@ def test_no_tiling(boxes):
 
 def test_no_boxes():
     assert cells([]) == [] and as_boxes(as_array([], 2)) == []
+
+
+@given(shapes_and_boxes(max_boxes=1), st.integers(1, 30))
+def test_split_boxes_are_bounded_and_in_order(case, most):
+    shape, (box,) = case
+    parts = split(box, most)
+    assert np.array_equal(_painted(shape, parts), _painted(shape, [box]))
+    assert all(prod(lengths(part)) <= most for part in parts)
+    assert [[p.start for p in part] for part in parts] == sorted(
+        [p.start for p in part] for part in parts
+    )
+    if prod(lengths(box)) <= most:
+        assert parts == [box]
