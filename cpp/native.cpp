@@ -46,19 +46,17 @@ void gather_tokens(Vector<const Token> tokens, Vector<const std::int64_t> starts
 }
 
 bool permute(Vector<const std::int64_t> places, Vector<const std::uint64_t> keys, int low_bits,
-             int high_bits, std::uint64_t size, Vector<std::int64_t> out, std::int64_t threads) {
+             std::uint64_t rows, std::uint64_t size, Vector<std::int64_t> out, std::int64_t threads) {
     require_threads(threads);
-    require(0 <= high_bits && high_bits <= low_bits && low_bits <= 32 && 1 <= low_bits,
-            "low_bits and high_bits must be halves of at most 64 bits");
-    require(size > 0 && (low_bits + high_bits == 64 || size <= 1ull << (low_bits + high_bits)),
-            "size must be at least 1 and fit the bits");
+    require(1 <= low_bits && low_bits <= 32, "low_bits must be between 1 and 32");
+    require(rows < 1ull << 32 && 0 < size && size <= rows << low_bits,
+            "size must be at least 1 and fit the rows, of which there are fewer than 2**32");
     require(keys.size() % 2 == 0, "keys must come in pairs");
     require(places.size() == out.size(), "out.size must equal places.size");
-    const auto mask = [](int bits) { return (std::uint64_t{1} << bits) - 1; };
     const megablocks::Network network{{keys.data(), keys.data() + keys.size()},
                                       low_bits,
-                                      mask(low_bits),
-                                      mask(high_bits),
+                                      (std::uint64_t{1} << low_bits) - 1,
+                                      rows,
                                       size};
     nb::gil_scoped_release released;
     return megablocks::permute(network, places.data(), out.data(),
@@ -155,7 +153,7 @@ NB_MODULE(_native, m) {
     define_build_sample_index<std::int64_t, std::int64_t>(m);
     define_blend<std::int16_t, std::int32_t>(m);
     m.def("permute", &permute, "places"_a.noconvert(), nb::kw_only(), "keys"_a.noconvert(),
-          "low_bits"_a, "high_bits"_a, "size"_a, "out"_a.noconvert(), "threads"_a = 1);
+          "low_bits"_a, "rows"_a, "size"_a, "out"_a.noconvert(), "threads"_a = 1);
     m.def("first_fit", &first_fit, "lengths"_a.noconvert(), nb::kw_only(), "capacity"_a,
           "bins"_a.noconvert());
 }

@@ -16,7 +16,8 @@ namespace megablocks {
 struct Network {
     std::vector<std::uint64_t> keys;  // an even number of them
     int low_bits;
-    std::uint64_t low, high;  // masks of the two halves
+    std::uint64_t low;   // mask of the low half
+    std::uint64_t rows;  // number of values of the high half
     std::uint64_t size;
 };
 
@@ -47,7 +48,8 @@ inline void stir(const Network& network, std::uint64_t* values, std::size_t coun
         for (std::size_t round = 0; round < network.keys.size(); round += 2) {
             const std::uint64_t even = network.keys[round], odd = network.keys[round + 1];
             for (std::size_t i = 0; i < kTogether; ++i) {
-                high[i] ^= mix(low[i] ^ even) & network.high;
+                const std::uint64_t moved = high[i] + ((mix(low[i] ^ even) >> 32) * network.rows >> 32);
+                high[i] = std::min(moved, moved - network.rows);  // which wraps round when below
             }
             for (std::size_t i = 0; i < kTogether; ++i) {
                 low[i] ^= mix(high[i] ^ odd) & network.low;

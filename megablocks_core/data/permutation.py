@@ -1,7 +1,7 @@
 """A shuffle that is computed, not stored.
 
-A Feistel network over the smallest power of two that holds the range, walked until it lands
-inside: any place of the shuffled order costs a fixed few steps of integer arithmetic and no
+A Feistel network over a grid whose rows are a power of two long and just hold the range, walked
+until it lands inside (less than the last row lies outside, so few places walk): any place of the shuffled order costs a fixed few steps of integer arithmetic and no
 memory, and is the same on every machine. Networks: Luby and Rackoff, SIAM J. Comput. 17
 (1988). Walking: Black and Rogaway, CT-RSA 2002, section 3. The mixer is the finalizer of
 SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). Arrays of places go through the extension
@@ -46,7 +46,7 @@ class Permutation:
         bits = max(2, (size - 1).bit_length())
         self._low_bits = bits - bits // 2
         self._low = (1 << self._low_bits) - 1
-        self._high = (1 << bits // 2) - 1
+        self._rows = (size + self._low) >> self._low_bits
         key = 0
         for word in (seed, epoch, size):
             key = mix((key + GOLDEN & WORD) ^ word)
@@ -84,7 +84,7 @@ class Permutation:
             np.ascontiguousarray(places.ravel(), np.int64),
             keys=self._key_words,
             low_bits=self._low_bits,
-            high_bits=self._high.bit_length(),
+            rows=self._rows,
             size=self.size,
             out=out,
             threads=threads,
@@ -100,10 +100,10 @@ class Permutation:
         return values.astype(np.int64).reshape(places.shape)
 
     def _stir(self, value: Words) -> Words:
-        """Apply the network, a bijection of the power of two."""
+        """Apply the network, a bijection of the grid."""
         high, low = value >> self._low_bits, value & self._low
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
-            high = high ^ (mix(low ^ even) & self._high)
+            high = (high + ((mix(low ^ even) >> 32) * self._rows >> 32)) % self._rows
             low = low ^ (mix(high ^ odd) & self._low)
         return high << self._low_bits | low
 

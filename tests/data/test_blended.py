@@ -87,7 +87,7 @@ def test_by_default_a_blend_lasts_until_a_source_has_given_all(three):
 def test_a_source_repeats_itself_only_as_often_as_allowed(three):
     weights = {"web": 1, "math": 1}
     blend = BlendedDataset(
-        three, seed=1, weights=weights, num_samples=50, max_repetition={"math": 2.6}
+        three, seed=2, weights=weights, num_samples=50, max_repetition={"math": 2.6}
     )
     asked = blend.counts(50)["math"]
     assert 20 < asked <= 26
