@@ -1,12 +1,13 @@
 """A shuffle that is computed, not stored.
 
 A Feistel network over a grid whose rows are a power of two long and just hold the range, walked
-until it lands inside (less than the last row lies outside, so few places walk): any place of the shuffled order costs a fixed few steps of integer arithmetic and no
-memory, and is the same on every machine. Networks: Luby and Rackoff, SIAM J. Comput. 17
-(1988). Walking: Black and Rogaway, CT-RSA 2002, section 3. The mixer is the finalizer of
-SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). Arrays of places go through the extension
-(``cpp/permutation.hpp``), without the interpreter lock; one place, and all of them where there is
-no extension, through the same few lines of integer arithmetic.
+until it lands inside (less than the last row lies outside, so few places walk): any place of the
+shuffled order costs a fixed few steps of integer arithmetic and no memory, and is the same on every
+machine. Networks: Luby and Rackoff, SIAM J. Comput. 17 (1988). Walking: Black and Rogaway, CT-RSA
+2002, section 3. The mixer is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+Arrays of places go through the extension (``cpp/permutation.hpp``), without the interpreter lock;
+one place, and all of them where there is no extension, through the same few lines of integer
+arithmetic.
 """
 
 from typing import Any, overload
