@@ -61,6 +61,7 @@ class LocalSink:
     def write(self, parts: Sequence[memoryview], offset: int) -> None:
         """Write ``parts`` one after the other from byte ``offset`` on."""
         disk.write(self._descriptor, parts, offset)
+        disk.begin_sync(self._descriptor, offset, sum(part.nbytes for part in parts))
 
     def finish(self) -> None:
         """Make what was written durable and close the file."""

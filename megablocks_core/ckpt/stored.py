@@ -197,9 +197,7 @@ def _blocks(targets: Sequence[Target], size: int) -> Iterator[_Block]:
         while memory.nbytes:
             if offset // BLOCK_BYTES != index:
                 if parts:
-                    yield _Block(
-                        index, [*parts, *_gap(filled, min((index + 1) * BLOCK_BYTES, size))]
-                    )
+                    yield _full_block(index, parts, filled, size)
                 index = offset // BLOCK_BYTES
                 parts, filled = [], index * BLOCK_BYTES
             parts += _gap(filled, offset)

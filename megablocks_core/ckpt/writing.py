@@ -1,14 +1,15 @@
-"""Write a rank's files: every 4 MiB block is hashed and written by one of a few threads.
+"""Write a rank's files: each 4 MiB block is hashed by the caller while a thread writes another.
 
-The thread that calls ``add`` only cuts memory into blocks. A block that lies within one tensor
-on the CPU is hashed and written from there, without a copy.
+A tensor on the CPU is hashed and written from where it lies, without a copy. One thread writes a
+file, for a file system lets one write to it at a time; different files have different threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from threading import BoundedSemaphore
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ from megablocks_core.ckpt.places import MOST_PARTS, LocalPlace, LocalSink
 from megablocks_core.files.safetensors import DTYPE_CODES, layout
 from megablocks_core.groups import Whole, as_bytes
 
-THREADS = 3
+# Files written at once, and blocks that wait for it in all.
+THREADS, WAITING = 4, 8
 
 
 class Item(NamedTuple):
@@ -68,14 +70,18 @@ class Writer:
     """
 
     def __init__(self, place: LocalPlace, files: Sequence[FileToWrite]) -> None:
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-write")
-        self._room = BoundedSemaphore(2 * THREADS)
+        self._room = BoundedSemaphore(WAITING)
         self._error: BaseException | None = None
         self._tensors: dict[str, StoredAs] = {}
         self._files: dict[str, _OpenFile] = {}
+        self._lanes = [
+            ThreadPoolExecutor(1, thread_name_prefix="ckpt-write")
+            for _ in range(min(len(files), THREADS))
+        ]
         try:
-            for file in files:
-                self._files[file.file] = _OpenFile(place.create(file.file), file, self)
+            for number, file in enumerate(files):
+                lane = self._lanes[number % THREADS]
+                self._files[file.file] = _OpenFile(place.create(file.file), file, self, lane)
         except BaseException:
             self.close()
             raise
@@ -84,7 +90,7 @@ class Writer:
         """Write the next item of a file.
 
         ``tensor`` may lie on any device and have any strides. It must not change before
-        ``finish`` returns. Waits while too much is on its way to the disk.
+        ``finish`` returns. Waits while ``WAITING`` blocks are on their way to the disk.
 
         Raises:
             OSError: Something added before could not be written.
@@ -103,33 +109,33 @@ class Writer:
         """
         for file in self._files.values():
             file.end()
-        self._pool.shutdown()
+        for lane in self._lanes:
+            lane.shutdown()
         if self._error is not None:
             raise self._error
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda file: file.sink.finish(), self._files.values()))
         records = {name: file.record() for name, file in self._files.items()}
         return Receipt(self._tensors, records)
 
     def close(self) -> None:
         """Stop the threads and close the files, whole or not."""
-        self._pool.shutdown(cancel_futures=True)
+        for lane in self._lanes:
+            lane.shutdown(cancel_futures=True)
         for file in self._files.values():
             with suppress(OSError):
                 file.sink.close()
 
-    def submit(self, file: _OpenFile, index: int, parts: list[memoryview]) -> None:
-        """Have a block of a file hashed and written; raises what went wrong before."""
+    def submit(self, lane: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+        """Have ``work`` done by the thread of a lane; raises what went wrong before."""
         self._room.acquire()
         if self._error is not None:
             self._room.release()
             raise self._error
-        self._pool.submit(self._run, file, index, parts)
+        lane.submit(self._run, work)
 
-    def _run(self, file: _OpenFile, index: int, parts: list[memoryview]) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
             if self._error is None:
-                file.write(index, parts)
+                work()
         except BaseException as error:
             self._error = self._error or error
         finally:
@@ -139,15 +145,17 @@ class Writer:
 class _OpenFile:
     """A file on its way: cuts the run of bytes it is given into blocks."""
 
-    def __init__(self, sink: LocalSink, file: FileToWrite, writer: Writer) -> None:
+    def __init__(
+        self, sink: LocalSink, file: FileToWrite, writer: Writer, lane: ThreadPoolExecutor
+    ) -> None:
         self.sink = sink
-        self._file, self._writer = file, writer
+        self._file, self._writer, self._lane = file, writer, lane
         self._waiting = list(file.items)[::-1]
         wholes = [Whole(item.key, item.shape, item.dtype) for item in file.items]
         self._layout = layout(wholes, file.metadata)
         self._parts: list[memoryview] = []
         self._taken = 0
-        self._hashes: dict[int, str] = {}
+        self._hashes: list[str] = []
         self.take(memoryview(self._layout.header))
 
     def next_item(self, key: str, tensor: Tensor) -> tuple[Item, Chunk]:
@@ -164,25 +172,24 @@ class _OpenFile:
             self._taken += part.nbytes
             data = data[part.nbytes :]
             if self._taken % BLOCK_BYTES == 0:
-                self._send(self._taken // BLOCK_BYTES - 1)
+                self._send()
 
     def end(self) -> None:
         assert not self._waiting and self._taken == self._layout.size
         if self._parts:
-            self._send(self._taken // BLOCK_BYTES)
+            self._send()
+        self._writer.submit(self._lane, self.sink.finish)
 
-    def _send(self, index: int) -> None:
+    def record(self) -> FileRecord:
+        return FileRecord(self._taken, self._hashes)
+
+    def _send(self) -> None:
         parts, self._parts = self._parts, []
         if len(parts) > MOST_PARTS:
             parts = [memoryview(b"".join(parts))]
-        self._writer.submit(self, index, parts)
-
-    def write(self, index: int, parts: list[memoryview]) -> None:
         digest = xxhash.xxh3_128()
         for part in parts:
             digest.update(part)
-        self._hashes[index] = digest.hexdigest()
-        self.sink.write(parts, index * BLOCK_BYTES)
-
-    def record(self) -> FileRecord:
-        return FileRecord(self._taken, [self._hashes[index] for index in range(len(self._hashes))])
+        offset = len(self._hashes) * BLOCK_BYTES
+        self._hashes.append(digest.hexdigest())
+        self._writer.submit(self._lane, partial(self.sink.write, parts, offset))

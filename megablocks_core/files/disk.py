@@ -30,6 +30,12 @@ def write(descriptor: int, parts: Sequence[memoryview], offset: int) -> None:
             waiting[0] = waiting[0][done:]
 
 
+def begin_sync(descriptor: int, offset: int, length: int) -> None:
+    """Have the system begin to make a range durable, where it can be told to; waits for nothing."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+
 def sync(descriptor: int) -> None:
     """Make what was written to a file, or the names in a folder, durable."""
     os.fsync(descriptor)

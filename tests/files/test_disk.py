@@ -42,3 +42,12 @@ def test_names(tmp_path):
     disk.remove_file(tmp_path / "b" / "g")
     disk.remove_folder(tmp_path / "b")
     assert os.listdir(tmp_path) == []
+
+
+def test_beginning_to_sync_changes_nothing(tmp_path):
+    file = disk.create(tmp_path / "f")
+    disk.write(file, [memoryview(b"abc")], 0)
+    disk.begin_sync(file, 0, 3)
+    disk.sync(file)
+    os.close(file)
+    assert (tmp_path / "f").read_bytes() == b"abc"
