@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # Builds the pinned environment of one oracle under .oracles/NAME, this package in it.
-# Usage: tools/oracles.sh transformers|megatron|modelopt|transformer-engine
+# Usage: tools/oracles.sh transformers|megatron|modelopt|transformer-engine|streaming
 # The last line of its output is that environment's python; everything else goes to stderr.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 name=${1-}
 case $name in
-transformers | megatron | modelopt | transformer-engine) ;;
-*) echo "NAME=$name must be transformers, megatron, modelopt or transformer-engine" >&2; exit 2 ;;
+transformers | megatron | modelopt | transformer-engine | streaming) ;;
+*)
+    names="transformers, megatron, modelopt, transformer-engine or streaming"
+    echo "NAME=$name must be $names" >&2
+    exit 2
+    ;;
 esac
 env=$PWD/.oracles/$name
 python=$env/bin/python
@@ -23,6 +27,10 @@ build() {
     if [ "$name" = modelopt ]; then  # it reads Mixtral as transformers 4 lays it out
         sed -i.bak -E '/^(transformers|huggingface_hub|tokenizers)==/d' "$env/constraints.txt"
         echo transformers==4.57.6 >>"$env/constraints.txt"
+    fi
+    if [ "$name" = streaming ]; then  # its libraries want an older NumPy and dateutil
+        sed -i.bak -E '/^(numpy|python-dateutil)==/d' "$env/constraints.txt"
+        echo numpy==2.1.3 >>"$env/constraints.txt"
     fi
     install scikit-build-core nanobind cmake ninja
     install --no-build-isolation -e .
@@ -45,6 +53,11 @@ build() {
         install --no-deps transformer-engine==2.20.2
         FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
             install --no-deps --no-build-isolation flash-attn==2.8.3.post2
+        ;;
+    streaming)  # for benchmarks
+        install boto3==1.44.8 brotli==1.2.1 catalogue==2.0.10 lightning-utilities==0.15.3 \
+            pillow==13.0.0 python-snappy==0.7.3 requests==2.34.2 tqdm==4.70.1 zstd==1.5.7.2
+        install --no-deps mosaicml-streaming==0.13.0 litdata==0.2.76
         ;;
     esac
     touch "$env/.ready"
