@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megablocks_core.ckpt.boxes import lengths, whole_box
 from megablocks_core.ckpt.outlines import Outline, holdings, pack
 from megablocks_core.ckpt.save_plan import plan_save
-
 from tests.ckpt.layouts import random_layout
 
 SEEDS = st.integers(0, 2**32)
@@ -49,39 +48,49 @@ def _check(held, limit):
     """Play the plans of all ranks, painting what is written."""
     plans = _plans(held, limit=limit)
     painted = {one.name: np.zeros(one.shape, dtype=int) for held_ in held for one in held_}
-    writers = Counter()
-    incoming = {}
+    times = Counter()
     for rank, plan in enumerate(plans):
         assert len(plan.rounds) == len(plans[0].rounds)
         assert plan.writers == plans[0].writers
-        arrived = {}
-        for number, work in enumerate(plan.rounds):
-            for name, box, peer in work.incoming:
-                assert peer != rank and _holds(held[peer], name, box)
-                arrived.setdefault(name, []).append(box)
-                incoming.setdefault((number, peer, rank), []).append((name, box))
-            for tensor, own in work.complete:
-                assert all(_holds(held[rank], tensor.name, box) for box in own)
-                for box in [*own, *arrived.pop(tensor.name, [])]:
-                    painted[tensor.name][box] += 1
-                writers[tensor.name] += 1
+        for tensor, boxes in [*_brought_together(plan), *((t, [box]) for t, box in plan.pieces)]:
+            times[tensor.name] += 1
+            if tensor.whole:
                 assert rank in plan.writers[tensor.name.partition("/")[0]]
-        assert not arrived and plan.wholes == [one for r in plan.rounds for one in r.complete]
-        for tensor, box in plan.pieces:
+            for box in boxes:
+                painted[tensor.name][box] += 1
+        for tensor, box in [*plan.pieces, *((w.tensor, box) for w in plan.wholes for box in w.own)]:
             assert _holds(held[rank], tensor.name, box)
-            painted[tensor.name][box] += 1
         for tensors in (plan.wholes, plan.pieces):
             widths = [one.tensor.dtype.itemsize for one in tensors]
             assert widths == sorted(widths, reverse=True)
     assert all((counts == 1).all() for counts in painted.values())
-    assert all(writers[one.name] == one.whole for held_ in held for one in held_)
-    outgoing = {}
+    assert all(times[one.name] == 1 for held_ in held for one in held_ if one.whole)
+    _check_transfers(held, plans)
+    _check_bounds(held, plans, limit)
+
+
+def _brought_together(plan):
+    """Each whole tensor with the boxes that it is made of once its last round is over."""
+    arrived = {}
+    for work in plan.rounds:
+        for name, box, _ in work.incoming:
+            arrived.setdefault(name, []).append(box)
+        for tensor, own in work.complete:
+            yield tensor, [*own, *arrived.pop(tensor.name, [])]
+    assert not arrived and plan.wholes == [one for work in plan.rounds for one in work.complete]
+
+
+def _check_transfers(held, plans):
+    """Both sides name the same boxes in the same order, and the sender holds them."""
+    outgoing, incoming = {}, {}
     for rank, plan in enumerate(plans):
         for number, work in enumerate(plan.rounds):
             for name, box, peer in work.outgoing:
+                assert peer != rank and _holds(held[rank], name, box)
                 outgoing.setdefault((number, rank, peer), []).append((name, box))
+            for name, box, peer in work.incoming:
+                incoming.setdefault((number, peer, rank), []).append((name, box))
     assert outgoing == incoming
-    _check_bounds(held, plans, limit)
 
 
 def _check_bounds(held, plans, limit):
@@ -101,7 +110,7 @@ def test_every_element_is_written_once_from_where_it_lies(seed, num_ranks, num_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [64, 512, 4096])
+@pytest.mark.parametrize("num_ranks", [64, 4096])
 def test_random_layouts_on_many_ranks(num_ranks):
     for seed in range(3):
         dice = random.Random(seed)
