@@ -51,44 +51,48 @@ inline std::vector<Range> checked_ranges(const std::int64_t* starts, const std::
     return ranges;
 }
 
-// Converts `count` tokens. Where `out` as a whole is larger than the caches (`past_caches`) it is
-// written around them, which saves the reading of each line before it is overwritten.
+// Converts `count` tokens.
 template <typename Token>
-void convert(const Token* from, std::int64_t count, std::int64_t* out, bool past_caches) {
-#if defined(__SSE2__) && defined(__x86_64__)
-    if (past_caches) {
-        if (count > 0 && reinterpret_cast<std::uintptr_t>(out) % 16) {
-            *out++ = *from++;
-            --count;
-        }
-        for (; count > 1; count -= 2, from += 2, out += 2) {
-            _mm_stream_si128(reinterpret_cast<__m128i*>(out), _mm_set_epi64x(from[1], from[0]));
-        }
-    }
-#else
-    (void)past_caches;
-#endif
+void widen(const Token* from, std::int64_t count, std::int64_t* out) {
     std::copy(from, from + count, out);
 }
+
+#if defined(__SSE2__) && defined(__x86_64__)
+// The same in full lines of the cache, for which the source is asked early: a range begins at a
+// place that the processor cannot foresee.
+inline void widen(const std::uint16_t* from, std::int64_t count, std::int64_t* out) {
+    constexpr std::int64_t kLine = 32, kAhead = 512;  // tokens
+    const __m128i zero = _mm_setzero_si128();
+    for (; count >= kLine; count -= kLine) {
+        _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
+        for (int eight = 0; eight < 4; ++eight, from += 8, out += 8) {
+            const __m128i tokens = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+            const __m128i low = _mm_unpacklo_epi16(tokens, zero);
+            const __m128i high = _mm_unpackhi_epi16(tokens, zero);
+            auto* to = reinterpret_cast<__m128i*>(out);
+            _mm_storeu_si128(to, _mm_unpacklo_epi32(low, zero));
+            _mm_storeu_si128(to + 1, _mm_unpackhi_epi32(low, zero));
+            _mm_storeu_si128(to + 2, _mm_unpacklo_epi32(high, zero));
+            _mm_storeu_si128(to + 3, _mm_unpackhi_epi32(high, zero));
+        }
+    }
+    std::copy(from, from + count, out);
+}
+#endif
 
 // Fills out[begin, end), wherever in the ranges these two fall.
 template <typename Token>
 void copy_span(const Token* tokens, const std::vector<Range>& ranges, std::int64_t* out,
                std::int64_t begin, std::int64_t end) {
-    constexpr std::int64_t kCaches = 1 << 20;  // in 8-byte integers; beyond, streaming pays
-    const bool past_caches = ranges.back().target > kCaches;
     // The last range that starts at or before `begin`; empty ranges before it have nothing to copy.
     auto range = std::upper_bound(ranges.begin(), ranges.end(), begin,
                                   [](std::int64_t at, const Range& r) { return at < r.target; }) - 1;
     for (; begin < end; ++range) {
         const std::int64_t stop = std::min(end, range[1].target);
         const Token* from = tokens + range->source + (begin - range->target);
-        convert(from, stop - begin, out + begin, past_caches);
+        widen(from, stop - begin, out + begin);
         begin = stop;
     }
-#if defined(__SSE2__) && defined(__x86_64__)
-    if (past_caches) _mm_sfence();  // what was written around the caches is seen by other threads
-#endif
 }
 
 // Every thread writes an equal share of `out`: a single long range is shared as well as many short.
