@@ -9,9 +9,10 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from benchmarks.timing import report, take_turns
 from megablocks_core import ckpt
@@ -27,14 +28,14 @@ def bench(root: Path) -> None:
     """Both peers."""
     saved, loaded = _model(), _model()
     ckpt.save(root / "a", {"model": saved})
-    dcp.save(saved.state_dict(), checkpoint_id=root / "b", no_dist=True)
+    dcp_save(saved.state_dict(), checkpoint_id=root / "b", no_dist=True)
     into = loaded.state_dict()
 
     def ours() -> None:
         ckpt.load(root / "a", {"model": loaded})
 
     def their_dcp() -> None:
-        dcp.load(into, checkpoint_id=root / "b", no_dist=True)
+        dcp_load(into, checkpoint_id=root / "b", no_dist=True)
 
     def bare() -> None:
         with safe_open(root / "a" / "model.safetensors", "pt") as file:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from benchmarks.timing import WARM_UPS, Times, report
 from megablocks_core import ckpt
@@ -55,7 +55,7 @@ def bench(root: Path, where: str, dcp_limit: float) -> None:
         ckpt.save(folder, {"model": state})
 
     def their_dcp(folder: Path) -> None:
-        dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+        dcp_save(tensors, checkpoint_id=folder, no_dist=True)
 
     def bare(folder: Path) -> None:
         save_bare(tensors, folder)

@@ -9,5 +9,6 @@ from megablocks_core.ckpt.loading import load as load
 from megablocks_core.ckpt.manifest import CheckpointError as CheckpointError
 from megablocks_core.ckpt.newest import latest as latest
 from megablocks_core.ckpt.newest import load_latest as load_latest
+from megablocks_core.ckpt.retention import prune as prune
 from megablocks_core.ckpt.saving import save as save
 from megablocks_core.ckpt.stored import verify as verify

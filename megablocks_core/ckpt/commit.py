@@ -19,9 +19,10 @@ from megablocks_core.ckpt.manifest import (
     StoredAs,
 )
 from megablocks_core.ckpt.newest import newest_time, write_latest
-from megablocks_core.ckpt.places import LocalPlace, place_of
+from megablocks_core.ckpt.places import FolderDraft, above, place_of
+from megablocks_core.ckpt.space import check_space
+from megablocks_core.ckpt.stored import check_sizes
 from megablocks_core.ckpt.writing import FileToWrite, Receipt, Writer
-from megablocks_core.files import NewFolder
 from megablocks_core.groups import Group, together
 
 
@@ -34,37 +35,39 @@ class Draft:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, group: Group) -> None:
-        self._target = place_of(path)
+        self._root, self._name = above(path)
         self._group = group
-        self._task = f"save({str(self._target)!r})"
-        self._folder: NewFolder | None = None
-        self._staging: LocalPlace | None = None
+        self._task = f"save({str(path)!r})"
+        self._folder: FolderDraft | None = None
         self._writer: Writer | None = None
 
-    def open(self) -> None:
-        """Make the staging folder, which every rank must see.
+    def open(self, files: Sequence[FileToWrite]) -> Writer:
+        """Make the staging folder, and in it this rank's files, once there is room for all.
+
+        Sends a few small messages. ``discard`` closes the writer.
 
         Raises:
-            ValueError: ``path`` is not empty.
+            ValueError: ``path`` is not empty, or not the same on all ranks.
             CheckpointError: Another rank failed, or a rank does not see the folder.
-            OSError: The folder cannot be made.
+            OSError: There is no room, or the folder or a file cannot be made.
         """
+        target = f"{self._root}/{self._name}"
+        mine = (target, sum(file.layout().size for file in files))
+        targets, sizes = zip(*self._group.all_gather_object(mine), strict=True)
         with self._together():
+            if set(targets) != {target}:
+                raise ValueError(f"path must be the same on all ranks, not {sorted(set(targets))}")
             if self._group.rank == 0:
-                self._folder = NewFolder(self._target.path)
-        name = self._group.broadcast_object(self._folder and self._folder.staging.name)
-        self._staging = LocalPlace(self._target.path.with_name(name))
+                check_space(self._root, sum(sizes))
+                self._folder = self._root.draft(self._name)
+        staging = place_of(self._group.broadcast_object(self._folder and str(self._folder.staging)))
         with self._together():
-            if not self._staging.path.is_dir():
+            if not staging.is_there():
                 raise CheckpointError(
-                    f"{self._target} must lie on storage that all ranks share: {self._staging} "
-                    "was made by the first rank"
+                    f"{self._root} must lie on storage that all ranks share: {staging} was made "
+                    "by the first rank"
                 )
-
-    def writer(self, files: Sequence[FileToWrite]) -> Writer:
-        """This rank's writer of ``files``; sends nothing. ``discard`` closes it."""
-        assert self._staging is not None and self._writer is None
-        self._writer = Writer(self._staging, files)
+            self._writer = Writer(staging, files)
         return self._writer
 
     def commit(
@@ -82,14 +85,14 @@ class Draft:
             files: Small files beside the tensors' (``config.json``), from the first rank.
 
         Raises:
-            CheckpointError: Another rank failed.
+            CheckpointError: Another rank failed, or what it wrote is not there.
             OSError: A fault of the file system; nothing stands under ``path``, and ``LATEST``
                 is as it was.
         """
         receipts = self._group.all_gather_object(receipt)
         with self._together():
             if self._group.rank == 0:
-                self._publish(Manifest(0, state, *_joined(receipts)), files or {})
+                self._commit(Manifest(0, state, *_joined(receipts)), files or {})
 
     def discard(self) -> None:
         """Close what is open and delete what was not committed; never raises, sends nothing."""
@@ -98,17 +101,16 @@ class Draft:
         if self._folder is not None:
             self._folder.discard()
 
-    def _publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
-        assert self._folder is not None and self._staging is not None
+    def _commit(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+        assert self._folder is not None
         for name, data in files.items():
-            self._staging.put(name, data)
+            self._folder.staging.put(name, data)
             manifest.files[name] = _record(data)
-        root = self._target.path.parent
-        manifest.saved_unix_ns = max(time.time_ns(), newest_time(root) + 1)
-        self._staging.put(MANIFEST, manifest.text().encode())
+        check_sizes(self._folder.staging, manifest)
+        manifest.saved_unix_ns = max(time.time_ns(), newest_time(self._root) + 1)
         try:
-            self._folder.publish()
-            write_latest(root, self._target.path.name, manifest.digest)
+            self._folder.commit(MANIFEST, manifest.text().encode())
+            write_latest(self._root, self._name, manifest.digest)
         except BaseException:
             self._folder.withdraw()
             raise

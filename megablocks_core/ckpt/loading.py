@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ def load(
     its hash. Sends a few small messages.
 
     Args:
-        path: The checkpoint's folder.
+        path: The checkpoint's folder, or a URL that fsspec knows.
         state: As for ``save``; JSON values there are only names for what will be set.
         group: All ranks that load.
         strict: Names that are missing on either side raise. Shapes and dtypes must agree
@@ -66,17 +65,17 @@ def load(
         CheckpointError: The checkpoint is not whole or is damaged, or another rank failed.
             When damage shows only while tensors are read, ``state`` is partly filled.
     """
-    folder = Path(path).absolute()
-    task = f"load({str(folder)!r})"
+    task = f"load({str(path)!r})"
     with together(task, group=group, raises=CheckpointError):
-        stored = Stored(place_of(path))
+        place = place_of(path)
+        stored = Stored(place)
         if group.rank == 0:
             stored.check_rest()
     if len(set(group.all_gather_object(stored.manifest.digest))) > 1:
         raise CheckpointError(f"{task}: ranks see different checkpoints under this path")
     with together(task, group=group, raises=CheckpointError):
         plan = _Plan(state, stored)
-        plan.check(folder, strict=strict)
+        plan.check(str(place), strict=strict)
     with together(task, group=group, raises=CheckpointError):
         plan.fill(state)
     return plan.report
@@ -105,14 +104,14 @@ class _Plan:
         ]
         self.report = LoadReport(self._missing, unused)
 
-    def check(self, folder: Path, *, strict: bool) -> None:
+    def check(self, path: str, *, strict: bool) -> None:
         faults = list(self._faults)
         if strict and self.report.missing:
             faults.append(f"the checkpoint lacks {_first(self.report.missing)}")
         if strict and self.report.unexpected:
             faults.append(f"state lacks {_first(self.report.unexpected)}")
         if faults:
-            raise ValueError(f"state does not fit {folder}: {_first(faults, between='; ')}")
+            raise ValueError(f"state does not fit {path}: {_first(faults, between='; ')}")
 
     def fill(self, state: MutableMapping[str, Any]) -> None:
         for tensor, specs, source in self._fills:

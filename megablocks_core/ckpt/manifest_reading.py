@@ -26,12 +26,12 @@ from megablocks_core.ckpt.manifest import (
     Manifest,
     StoredAs,
 )
-from megablocks_core.ckpt.places import LocalPlace
+from megablocks_core.ckpt.places import Place
 
 _KINDS = ("module", "optimizer", "tensor", "json")
 
 
-def read_manifest(place: LocalPlace) -> Manifest:
+def read_manifest(place: Place) -> Manifest:
     """Read and check a checkpoint's manifest.
 
     Raises:

@@ -7,30 +7,32 @@ import warnings
 from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megablocks_core.ckpt.loading import load
 from megablocks_core.ckpt.manifest import MANIFEST, CheckpointError
 from megablocks_core.ckpt.manifest_reading import read_manifest
-from megablocks_core.ckpt.places import LocalPlace
+from megablocks_core.ckpt.places import Place, below, place_of
 from megablocks_core.ckpt.stored import check_sizes
-from megablocks_core.files import is_unfinished, replace_file
 from megablocks_core.groups import LOCAL, Group, together
 
 LATEST = "LATEST"
 
 
-def latest(root: str | os.PathLike[str], *, group: Group = LOCAL) -> Path | None:
+def latest(root: str | os.PathLike[str], *, group: Group = LOCAL) -> Path | str | None:
     """The newest checkpoint under ``root`` that is whole, or ``None`` before the first.
 
     Whole means: its manifest is intact and every file has its size (``verify`` and ``load``
     check the contents). ``LATEST`` is read first; where it and the folders disagree, the
     newest whole folder counts and a warning says why. The first rank decides for all.
 
+    Returns:
+        A ``Path``, or a URL if ``root`` is one.
+
     Raises:
         CheckpointError: There are folders under ``root``, but no whole checkpoint.
     """
-    return next(iter(_candidates(Path(root), group)), None)
+    return next(iter(_candidates(root, group)), None)
 
 
 def load_latest(
@@ -39,7 +41,7 @@ def load_latest(
     *,
     group: Group = LOCAL,
     strict: bool = True,
-) -> Path | None:
+) -> Path | str | None:
     """Load the newest checkpoint under ``root`` that can be read, and return its path.
 
     One that turns out damaged is passed over with a warning, on all ranks together.
@@ -52,7 +54,7 @@ def load_latest(
         ValueError: ``state`` does not fit the newest one.
     """
     faults = []
-    for path in _candidates(Path(root), group):
+    for path in _candidates(root, group):
         try:
             load(path, state, group=group, strict=strict)
             return path
@@ -65,80 +67,105 @@ def load_latest(
     return None
 
 
-def write_latest(root: Path, name: str, digest: str) -> None:
+def write_latest(root: Place, name: str, digest: str) -> None:
     """Point ``LATEST`` at a checkpoint, durably; if that fails, it is as it was."""
-    path = root / LATEST
-    before = path.read_bytes() if path.exists() else None
+    before = root.read(LATEST)
     try:
-        replace_file(path, f"{digest} {name}\n".encode())
+        root.replace(LATEST, f"{digest} {name}\n".encode())
     except BaseException:
         with suppress(OSError):
             if before is None:
-                path.unlink(missing_ok=True)
+                root.delete(LATEST)
             else:
-                replace_file(path, before)
+                root.replace(LATEST, before)
         raise
 
 
-def newest_time(root: Path) -> int:
+def newest_time(root: Place) -> int:
     """Time of the checkpoint that ``LATEST`` names, 0 if it names none."""
     try:
-        return read_manifest(LocalPlace(root / _read_latest(root)[0])).saved_unix_ns
+        return read_manifest(root.child(_read_latest(root)[0])).saved_unix_ns
     except (CheckpointError, OSError):
         return 0
 
 
-def _candidates(root: Path, group: Group) -> list[Path]:
+class Survey(NamedTuple):
+    """What lies in a run's folder.
+
+    Attributes:
+        whole: Names of the whole checkpoints, newest first.
+        faults: What there is to say about everything else.
+    """
+
+    whole: list[str]
+    faults: list[str]
+
+
+def survey(root: Place) -> Survey:
+    """Look at all checkpoints under ``root``.
+
+    Raises:
+        CheckpointError: There are folders under ``root``, but no whole checkpoint.
+    """
+    found: list[tuple[int, str, str]] = []
+    faults = [f"{root.child(name)} is a save that did not finish" for name in root.leftovers()]
+    folders = root.names()[0]
+    named, doubt = _read_latest_or_none(root)
+    # A store may list late what LATEST already names.
+    for name in sorted({*folders, *(named or [])[:1]}):
+        folder = root.child(name)
+        try:
+            manifest = read_manifest(folder)
+            check_sizes(folder, manifest)
+            found.append((manifest.saved_unix_ns, name, manifest.digest))
+        except CheckpointError as error:
+            files = folder.names()[1]
+            if MANIFEST in files or any(file.endswith(".safetensors") for file in files):
+                faults.append(f"passing over {folder}: {error}")
+    if not found and folders:
+        raise CheckpointError(f"{root} has the folders {folders} but no whole checkpoint: {faults}")
+    if not found and root.size(LATEST) is not None:
+        raise CheckpointError(f"{root.child(LATEST)} is there, but the checkpoint it names is not")
+    found.sort(reverse=True)
+    if found:
+        _, newest, digest = found[0]
+        if named is None:
+            faults.append(f"{LATEST} cannot be used ({doubt}); taking {root.child(newest)}")
+        elif named != (newest, digest):
+            faults.append(
+                f"{LATEST} names {named[0]!r} ({named[1]}), but {root.child(newest)} is the "
+                "newest whole one"
+            )
+    return Survey([name for _, name, _ in found], faults)
+
+
+def _candidates(root: str | os.PathLike[str], group: Group) -> list[Path | str]:
     """Whole checkpoints, newest first, as the first rank sees them; warns there of others."""
-    found: list[Path] = []
+    names: list[str] = []
     with together(f"latest({str(root)!r})", group=group, raises=CheckpointError):
-        if group.rank == 0 and root.is_dir():
-            found, faults = _survey(root)
+        if group.rank == 0:
+            names, faults = survey(place_of(root))
             for fault in faults:
                 warnings.warn(fault, stacklevel=4)
-    return group.broadcast_object(found)
+    return [below(root, name) for name in group.broadcast_object(names)]
 
 
-def _survey(root: Path) -> tuple[list[Path], list[str]]:
-    whole: list[tuple[int, Path, str]] = []
-    faults, folders = [], []
-    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
-        if is_unfinished(folder):
-            faults.append(f"{folder} is a save that did not finish")
-        if folder.name.startswith("."):
-            continue
-        folders.append(folder.name)
-        try:
-            manifest = read_manifest(LocalPlace(folder))
-            check_sizes(LocalPlace(folder), manifest)
-            whole.append((manifest.saved_unix_ns, folder, manifest.digest))
-        except CheckpointError as error:
-            if (folder / MANIFEST).exists() or any(folder.glob("*.safetensors")):
-                faults.append(f"passing over {folder}: {error}")
-    whole.sort(reverse=True)
-    if not folders and (root / LATEST).exists():
-        raise CheckpointError(f"{root / LATEST} is there, but the checkpoint it names is not")
-    if folders and not whole:
-        raise CheckpointError(f"{root} has the folders {folders} but no whole checkpoint: {faults}")
-    if whole:
-        faults += _doubts(root, *whole[0])
-    return [folder for _, folder, _ in whole], faults
-
-
-def _doubts(root: Path, _: int, newest: Path, digest: str) -> list[str]:
-    """Why ``LATEST`` does not name the newest whole checkpoint, if so."""
+def _read_latest_or_none(root: Place) -> tuple[tuple[str, str] | None, str]:
+    """What ``LATEST`` says, or why it says nothing."""
     try:
-        name, named_digest = _read_latest(root)
-    except (CheckpointError, OSError) as error:
-        return [f"{LATEST} cannot be used ({error}); taking {newest}"]
-    if (name, named_digest) != (newest.name, digest):
-        return [f"{LATEST} names {name!r} ({named_digest}), but {newest} is the newest whole one"]
-    return []
+        return _read_latest(root), ""
+    except CheckpointError as error:
+        return None, str(error)
 
 
-def _read_latest(root: Path) -> tuple[str, str]:
-    text = (root / LATEST).read_bytes().decode(errors="replace")
+def _read_latest(root: Place) -> tuple[str, str]:
+    """The name and the manifest's hash of the checkpoint that ``LATEST`` names."""
+    data = root.read(LATEST)
+    if data is None:
+        raise CheckpointError(f"{root.child(LATEST)} is missing")
+    text = data.decode(errors="replace")
     digest, _, name = text.removesuffix("\n").partition(" ")
-    if not text.endswith("\n") or len(digest) != 32 or not name or Path(name).name != name:
-        raise CheckpointError(f"{root / LATEST} is torn: {text!r}")
+    plain = name and not name.startswith(".") and not set(name) & set("/\\\0\n")
+    if not text.endswith("\n") or len(digest) != 32 or not plain:
+        raise CheckpointError(f"{root.child(LATEST)} is torn: {text!r}")
     return name, digest

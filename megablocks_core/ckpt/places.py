@@ -1,86 +1,38 @@
-"""Where checkpoints lie: a folder, the files in it and the folders beside it."""
+"""Where checkpoints lie: a folder of a file system, or of a store behind a URL.
+
+Both hold files in folders, and both can make a file durable. A folder of a file system is renamed
+when it is whole; a store knows no rename, and there the manifest, put last, makes a folder whole.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-
-from megablocks_core.files import create_file, disk, replace_file
+from typing import Protocol
 
 # At most this many pieces of memory go into one call; the system's limit is 1,024.
 MOST_PARTS = 64
 
 
-class LocalPlace:
-    """A folder of this machine's file systems (disks, tmpfs, NFS)."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def child(self, name: str) -> LocalPlace:
-        """A folder in this one."""
-        return LocalPlace(self.path / name)
-
-    def read(self, name: str) -> bytes | None:
-        """A whole file, or ``None`` if there is none."""
-        path = self.path / name
-        return path.read_bytes() if path.is_file() else None
-
-    def size(self, name: str) -> int | None:
-        """Bytes in a file, or ``None`` if there is none."""
-        path = self.path / name
-        return path.stat().st_size if path.is_file() else None
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a new file durably."""
-        create_file(self.path / name, data)
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Write a file durably in place of the one there, if any; a reader sees one whole."""
-        replace_file(self.path / name, data)
-
-    def create(self, name: str) -> LocalSink:
-        """Begin a new file, of which any part may be written at any time."""
-        return LocalSink(self.path / name)
-
-    def open(self, name: str) -> LocalSource:
-        """A file to be read from."""
-        return LocalSource(self.path / name)
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-
-class LocalSink:
-    """A new file; threads may write different parts of it at once."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = disk.create(path)
+class Sink(Protocol):
+    """A new file. One thread writes it, front to back."""
 
     def write(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Write ``parts`` one after the other from byte ``offset`` on."""
-        disk.write(self._descriptor, parts, offset)
-        disk.begin_sync(self._descriptor, offset, sum(part.nbytes for part in parts))
+        """Write ``parts`` one after the other from byte ``offset``, where the last write ended."""
+        ...
 
     def finish(self) -> None:
         """Make what was written durable and close the file."""
-        disk.sync(self._descriptor)
-        self.close()
+        ...
 
     def close(self) -> None:
         """Close the file, whole or not."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        ...
 
 
-class LocalSource:
+class Source(Protocol):
     """A file; threads may read different parts of it at once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, parts: Sequence[memoryview], offset: int) -> None:
         """Fill ``parts`` one after the other with the bytes from ``offset`` on.
@@ -88,28 +40,127 @@ class LocalSource:
         Raises:
             EOFError: The file ends before.
         """
-        waiting = [part for part in parts if part.nbytes]
-        while waiting:
-            done = os.preadv(self._descriptor, waiting, offset)
-            if not done:
-                raise EOFError(f"{self._path} ends before byte {offset + 1}")
-            offset += done
-            while waiting and done >= waiting[0].nbytes:
-                done -= waiting.pop(0).nbytes
-            if done:
-                waiting[0] = waiting[0][done:]
+        ...
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
-
-    def __enter__(self) -> LocalSource:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        ...
 
 
-def place_of(path: str | os.PathLike[str]) -> LocalPlace:
-    """The place that a caller names."""
+class FolderDraft(Protocol):
+    """A folder in the making."""
+
+    @property
+    def staging(self) -> Place:
+        """Where its files are written."""
+        ...
+
+    def commit(self, name: str, data: bytes) -> None:
+        """Write the last file, durably; from then on the folder is there, and whole."""
+        ...
+
+    def withdraw(self) -> None:
+        """Take back a folder that was committed, because what had to follow failed."""
+        ...
+
+    def discard(self) -> None:
+        """Delete what is left of the making: all of it, if the folder was not committed."""
+        ...
+
+
+class Place(Protocol):
+    """A folder. ``str`` of it is what ``place_of`` makes it from."""
+
+    def child(self, name: str) -> Place:
+        """A folder in this one."""
+        ...
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """Names of the folders in it and of the files in it; nothing of saves in progress."""
+        ...
+
+    def leftovers(self) -> list[str]:
+        """Names of what saves and removals in progress have in it, or left when killed."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """A whole file, or ``None`` if there is none."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Bytes in a file, or ``None`` if there is none."""
+        ...
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file durably in place of the one there, if any; a reader sees one whole."""
+        ...
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a new file durably."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if it is there."""
+        ...
+
+    def create(self, name: str) -> Sink:
+        """Begin a new file."""
+        ...
+
+    def open(self, name: str) -> Source:
+        """A file to be read from."""
+        ...
+
+    def draft(self, name: str) -> FolderDraft:
+        """Begin to make a folder in this one, which is made too if it is missing.
+
+        Raises:
+            ValueError: There is a folder of that name, and it is not empty.
+        """
+        ...
+
+    def remove(self, name: str) -> None:
+        """Delete a folder in this one, or a leftover; at no time is it there in part."""
+        ...
+
+    def is_there(self) -> bool:
+        """Whether this machine sees the folder."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Room for new files, or ``None`` where nobody can tell."""
+        ...
+
+
+def place_of(path: str | os.PathLike[str]) -> Place:
+    """The place that a caller names: a path, or a URL that fsspec knows.
+
+    Raises:
+        ModuleNotFoundError: fsspec, or what it needs for this kind of URL, is not installed.
+    """
+    # Only what is asked for is loaded: no fsspec for a folder.
+    from megablocks_core.ckpt.local_place import LocalPlace
+    from megablocks_core.ckpt.store_place import StorePlace
+
+    if is_url(path):
+        return StorePlace.of(str(path))
     return LocalPlace(Path(path).absolute())
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a caller's path is a URL, such as ``s3://bucket/run``."""
+    return isinstance(path, str) and "://" in path
+
+
+def above(path: str | os.PathLike[str]) -> tuple[Place, str]:
+    """The place that a folder lies in, and its name."""
+    if is_url(path):
+        root, _, name = str(path).rstrip("/").rpartition("/")
+        return place_of(root), name
+    whole = Path(path).absolute()
+    return place_of(whole.parent), whole.name
+
+
+def below(root: str | os.PathLike[str], name: str) -> Path | str:
+    """The folder ``name`` in ``root``, in the form in which the caller gave ``root``."""
+    return f"{str(root).rstrip('/')}/{name}" if is_url(root) else Path(root) / name

@@ -26,6 +26,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, group: Group
 
     Args:
         path: The checkpoint's folder: new, or empty. Its parent, made if missing, holds LATEST.
+            A path, or a URL that fsspec knows.
         state: By name, a module, a torch optimizer of modules in ``state``, a tensor, or a
             JSON value. What is not cut must be equal on all ranks.
         group: All ranks that hold a part of ``state`` (usually the world).
@@ -44,9 +45,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, group: Group
     collection = Collection(entries.held, group=group, task=task, raises=CheckpointError)
     draft = Draft(path, group=group)
     try:
-        draft.open()
-        with together(task, group=group, raises=CheckpointError):
-            writer = draft.writer(_files(collection.wholes) if group.rank == 0 else [])
+        writer = draft.open(_files(collection.wholes) if group.rank == 0 else [])
 
         def add(name: str, tensor: Tensor) -> None:
             entry, _, key = name.partition("/")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from math import prod
 from types import EllipsisType
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from megablocks_core.ckpt.manifest import (
     StoredAs,
 )
 from megablocks_core.ckpt.manifest_reading import read_manifest
-from megablocks_core.ckpt.places import MOST_PARTS, LocalPlace, LocalSource, place_of
+from megablocks_core.ckpt.places import MOST_PARTS, Place, Source, place_of
 
 THREADS = 3
 
@@ -45,7 +46,7 @@ class Stored:
         CheckpointError: It is not whole, or not what was written.
     """
 
-    def __init__(self, place: LocalPlace) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
         self.manifest = read_manifest(place)
         check_sizes(place, self.manifest)
@@ -65,7 +66,7 @@ class Stored:
             CheckpointError: A block is not what was written.
         """
         blocks = list(_blocks(targets, self.manifest.files[file].size))
-        with self._place.open(file) as source:
+        with closing(self._place.open(file)) as source:
             if len(blocks) == 1:
                 self._read(file, source, blocks[0])
                 return
@@ -119,7 +120,7 @@ class Stored:
         """What to call a file in an error."""
         return str(self._place.child(file))
 
-    def _read(self, file: str, source: LocalSource, block: _Block) -> None:
+    def _read(self, file: str, source: Source, block: _Block) -> None:
         parts = block.parts
         if len(parts) > MOST_PARTS:
             parts = [_memory(sum(part.nbytes for part in parts))]
@@ -228,7 +229,7 @@ def _inside(box: Sequence[range], start: Sequence[int]) -> tuple[slice, ...]:
     )
 
 
-def check_sizes(place: LocalPlace, manifest: Manifest) -> None:
+def check_sizes(place: Place, manifest: Manifest) -> None:
     """Check that every file is there in full.
 
     Raises:

@@ -18,8 +18,8 @@ import xxhash
 from torch import Tensor
 
 from megablocks_core.ckpt.manifest import BLOCK_BYTES, Chunk, FileRecord, StoredAs
-from megablocks_core.ckpt.places import MOST_PARTS, LocalPlace, LocalSink
-from megablocks_core.files.safetensors import DTYPE_CODES, layout
+from megablocks_core.ckpt.places import MOST_PARTS, Place, Sink
+from megablocks_core.files.safetensors import DTYPE_CODES, Layout, layout
 from megablocks_core.groups import Whole, as_bytes
 
 # Files written at once, and blocks that wait for it in all.
@@ -53,6 +53,11 @@ class FileToWrite(NamedTuple):
     items: Sequence[Item]
     metadata: Mapping[str, str] = {"format": "pt"}
 
+    def layout(self) -> Layout:
+        """Where everything lies in it."""
+        wholes = [Whole(item.key, item.shape, item.dtype) for item in self.items]
+        return layout(wholes, self.metadata)
+
 
 class Receipt(NamedTuple):
     """What a rank wrote: its chunks of each logical tensor, and its files."""
@@ -69,7 +74,7 @@ class Writer:
         files: The files, none of which may be there. All are made at once.
     """
 
-    def __init__(self, place: LocalPlace, files: Sequence[FileToWrite]) -> None:
+    def __init__(self, place: Place, files: Sequence[FileToWrite]) -> None:
         self._room = BoundedSemaphore(WAITING)
         self._error: BaseException | None = None
         self._tensors: dict[str, StoredAs] = {}
@@ -146,13 +151,12 @@ class _OpenFile:
     """A file on its way: cuts the run of bytes it is given into blocks."""
 
     def __init__(
-        self, sink: LocalSink, file: FileToWrite, writer: Writer, lane: ThreadPoolExecutor
+        self, sink: Sink, file: FileToWrite, writer: Writer, lane: ThreadPoolExecutor
     ) -> None:
         self.sink = sink
         self._file, self._writer, self._lane = file, writer, lane
         self._waiting = list(file.items)[::-1]
-        wholes = [Whole(item.key, item.shape, item.dtype) for item in file.items]
-        self._layout = layout(wholes, file.metadata)
+        self._layout = file.layout()
         self._parts: list[memoryview] = []
         self._taken = 0
         self._hashes: list[str] = []

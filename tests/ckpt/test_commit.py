@@ -7,7 +7,7 @@ import torch
 
 from megablocks_core import ckpt
 from megablocks_core.ckpt.commit import Draft
-from megablocks_core.ckpt.places import LocalPlace
+from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.stored import Stored
 from megablocks_core.ckpt.writing import FileToWrite, Item
 from megablocks_core.groups import Mesh
@@ -22,8 +22,7 @@ def test_what_each_rank_writes_is_one_checkpoint(tmp_path):
     item = Item("x", "x/x", mine.dtype, (2 * world.rank, 0), (2, 3), whole)
     draft = Draft(tmp_path / "run" / "a", group=world)
     try:
-        draft.open()
-        writer = draft.writer([FileToWrite(f"x.{world.rank:05}.safetensors", [item])])
+        writer = draft.open([FileToWrite(f"x.{world.rank:05}.safetensors", [item])])
         writer.add(f"x.{world.rank:05}.safetensors", "x", mine)
         receipt = writer.finish()
         draft.commit({"x": {"kind": "tensor"}}, receipt, files={"config.json": b"{}"})
@@ -41,20 +40,50 @@ def test_what_each_rank_writes_is_one_checkpoint(tmp_path):
 @ranks(2)
 def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path):
     world = Mesh().group("dp")
-    draft = Draft(tmp_path / str(world.rank) / "a", group=world)
-    with pytest.raises(ckpt.CheckpointError, match="must lie on storage that all ranks share"):
-        draft.open()
+    draft = Draft(tmp_path / "a", group=world)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(LocalPlace, "is_there", lambda _: False)
+        with pytest.raises(ckpt.CheckpointError, match="must lie on storage that all ranks share"):
+            draft.open([])
     draft.discard()
     world.barrier()
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    assert os.listdir(tmp_path) == []
+
+
+@ranks(2)
+def test_other_paths_are_refused(tmp_path):
+    world = Mesh().group("dp")
+    draft = Draft(tmp_path / str(world.rank), group=world)
+    with pytest.raises(ValueError, match="path must be the same on all ranks, not .*0.*1"):
+        draft.open([])
+    draft.discard()
+    assert os.listdir(tmp_path) == []
+
+
+@ranks(2)
+def test_what_the_first_rank_does_not_see_is_not_committed(tmp_path):
+    world = Mesh().group("dp")
+    draft = Draft(tmp_path / "a", group=world)
+    writer = draft.open([FileToWrite(f"{world.rank}", [])])
+    receipt = writer.finish()
+    world.barrier()
+    if world.rank == 0:
+        (path,) = tmp_path.glob(".a.*/1")
+        path.write_bytes(b"")
+    message = "1 has 0 bytes, .* were written"
+    with pytest.raises(ckpt.CheckpointError, match=message):
+        draft.commit({}, receipt)
+    draft.discard()
+    world.barrier()
+    assert os.listdir(tmp_path) == []
 
 
 @ranks(2)
 def test_a_draft_that_is_not_committed_leaves_nothing(tmp_path):
     world = Mesh().group("dp")
     draft = Draft(tmp_path / "a", group=world)
-    draft.open()
-    draft.writer([FileToWrite(f"{world.rank}", [])])
+    draft.open([FileToWrite(f"{world.rank}", [])])
     world.barrier()
     draft.discard()
     world.barrier()

@@ -8,9 +8,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.manifest import CheckpointError, Chunk, FileRecord, Manifest, StoredAs
 from megablocks_core.ckpt.manifest_reading import any_meet, parse_manifest, read_manifest
-from megablocks_core.ckpt.places import LocalPlace
 
 
 def _signed(body):

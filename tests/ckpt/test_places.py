@@ -1,33 +1,28 @@
-"""Places read and write as the rest of the package expects."""
+"""A caller's path or URL names a place, and paths below come back in the caller's form."""
+
+from pathlib import Path
 
 import pytest
 
-from megablocks_core.ckpt.places import LocalPlace, place_of
+from megablocks_core.ckpt.local_place import LocalPlace
+from megablocks_core.ckpt.places import above, below, is_url, place_of
+from megablocks_core.ckpt.store_place import StorePlace
 
 
-def test_files_of_a_folder(tmp_path):
-    place = place_of(tmp_path).child("a")
-    (tmp_path / "a").mkdir()
-    assert place.read("f") is None and place.size("f") is None
-    place.put("f", b"one")
-    with pytest.raises(FileExistsError):
-        place.put("f", b"two")
-    assert place.read("f") == b"one" and place.size("f") == 3
-    place.replace("f", b"three")
-    assert place.read("f") == b"three"
-    assert str(place.child("f")) == str(tmp_path / "a" / "f")
+def test_paths_and_urls():
+    assert not is_url("a/b") and not is_url(Path("a")) and is_url("memory://a")
+    local, remote = place_of("a/b"), place_of("memory://a/b/")
+    assert isinstance(local, LocalPlace) and str(local) == str(Path("a/b").absolute())
+    assert isinstance(remote, StorePlace) and str(remote) == "memory://a/b"
 
 
-def test_parts_of_files_in_any_order(tmp_path):
-    place = LocalPlace(tmp_path)
-    sink = place.create("f")
-    sink.write([memoryview(b"cd"), memoryview(b""), memoryview(b"e")], 2)
-    sink.write([memoryview(b"ab")], 0)
-    sink.finish()
-    sink.close()
-    one, two = bytearray(2), bytearray(2)
-    with place.open("f") as source:
-        source.read([memoryview(one), memoryview(b""), memoryview(two)], 1)
-        assert bytes(one + two) == b"bcde"
-        with pytest.raises(EOFError, match="ends before byte 6"):
-            source.read([memoryview(one), memoryview(two)], 3)
+@pytest.mark.parametrize("path", ["runs/a", "/runs/a/", Path("a"), "memory://runs/a"])
+def test_above_and_below_are_inverse(path):
+    root, name = above(path)
+    assert name == "a"
+    assert str(place_of(below(str(root), name))) == str(root.child(name)) == str(place_of(path))
+
+
+def test_the_callers_form_is_kept():
+    assert below("runs", "a") == Path("runs/a")
+    assert below("memory://runs/", "a") == "memory://runs/a"

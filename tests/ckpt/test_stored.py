@@ -6,8 +6,8 @@ import xxhash
 from torch import nn
 
 from megablocks_core import ckpt
+from megablocks_core.ckpt.local_place import LocalPlace, LocalSource
 from megablocks_core.ckpt.manifest import BLOCK_BYTES
-from megablocks_core.ckpt.places import LocalPlace, LocalSource
 from megablocks_core.ckpt.stored import Stored, Target
 
 

@@ -6,8 +6,8 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.manifest import BLOCK_BYTES, Chunk, FileRecord, StoredAs
-from megablocks_core.ckpt.places import LocalPlace
 from megablocks_core.ckpt.writing import FileToWrite, Item, Writer
 from megablocks_core.files import disk
 
