@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,6 +21,7 @@ from megablocks_core.ckpt.manifest import (
 )
 from megablocks_core.ckpt.newest import newest_time, write_latest
 from megablocks_core.ckpt.places import FolderDraft, above, place_of
+from megablocks_core.ckpt.retention import check_keep, outdated
 from megablocks_core.ckpt.space import check_space
 from megablocks_core.ckpt.stored import check_sizes
 from megablocks_core.ckpt.writing import FileToWrite, Receipt, Writer
@@ -32,9 +34,23 @@ class Draft:
     Args:
         path: The checkpoint's folder, which must be new or empty.
         group: All ranks that write.
+        keep_last: As for ``prune``, to be done once the new checkpoint is durable.
+        keep_every: As for ``prune``.
+
+    Raises:
+        ValueError: ``keep_last`` or ``keep_every`` is less than 1.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, group: Group) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        group: Group,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+    ) -> None:
+        check_keep(keep_last, keep_every)
+        self._keep = keep_last, keep_every
         self._root, self._name = above(path)
         self._group = group
         self._task = f"save({str(path)!r})"
@@ -77,7 +93,9 @@ class Draft:
         *,
         files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Write the manifest, give the folder its name and point ``LATEST`` at it.
+        """Write the manifest, give the folder its name, point ``LATEST`` at it, then prune.
+
+        A checkpoint that cannot be deleted is warned of; the new one stands.
 
         Args:
             state: What the manifest says of each entry; the first rank's is taken.
@@ -93,6 +111,7 @@ class Draft:
         with self._together():
             if self._group.rank == 0:
                 self._commit(Manifest(0, state, *_joined(receipts)), files or {})
+                self._prune()
 
     def discard(self) -> None:
         """Close what is open and delete what was not committed; never raises, sends nothing."""
@@ -114,6 +133,13 @@ class Draft:
         except BaseException:
             self._folder.withdraw()
             raise
+
+    def _prune(self) -> None:
+        try:
+            for name in outdated(self._root, *self._keep):
+                self._root.remove(name)
+        except (CheckpointError, OSError) as error:
+            warnings.warn(f"{self._task}: saved, but pruning failed: {error}", stacklevel=5)
 
     def _together(self) -> AbstractContextManager[None]:
         return together(self._task, group=self._group, raises=CheckpointError)

@@ -36,7 +36,7 @@ class LocalPlace:
         return folders, [path.name for path in paths if path.is_file()]
 
     def leftovers(self) -> list[str]:
-        """Names of staging folders, and of folders whose removal was cut short."""
+        """Names of staging folders, files in the making, and folders half removed."""
         if not self.is_there():
             return []
         paths = sorted(self.path.iterdir())

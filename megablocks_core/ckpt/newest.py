@@ -108,7 +108,10 @@ def survey(root: Place) -> Survey:
         CheckpointError: There are folders under ``root``, but no whole checkpoint.
     """
     found: list[tuple[int, str, str]] = []
-    faults = [f"{root.child(name)} is a save that did not finish" for name in root.leftovers()]
+    faults = [
+        f"{root.child(name)} is left of a save that did not finish, or of a removal"
+        for name in root.leftovers()
+    ]
     folders = root.names()[0]
     named, doubt = _read_latest_or_none(root)
     # A store may list late what LATEST already names.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megablocks_core.ckpt.manifest import CheckpointError
 from megablocks_core.ckpt.newest import survey
-from megablocks_core.ckpt.places import below, place_of
+from megablocks_core.ckpt.places import Place, below, place_of
 from megablocks_core.groups import LOCAL, Group, together
 
 
@@ -43,28 +43,39 @@ def prune(
         CheckpointError: Another rank failed, or there are folders but no whole checkpoint.
         OSError: A folder cannot be deleted.
     """
+    check_keep(keep_last, keep_every)
+    place, removed = place_of(root), []
+    with together(f"prune({str(root)!r})", group=group, raises=CheckpointError):
+        if group.rank == 0:
+            names = place.leftovers() if leftovers else []
+            removed = _removed(place, names + outdated(place, keep_last, keep_every))
+    return [below(root, name) for name in group.broadcast_object(removed)]
+
+
+def check_keep(keep_last: int | None, keep_every: int | None) -> None:
+    """Refuse counts below 1 with a ``ValueError``."""
     for what, count in (("keep_last", keep_last), ("keep_every", keep_every)):
         if count is not None and count < 1:
             raise ValueError(f"{what}={count} must be at least 1")
-    removed: list[Path | str] = []
-    with together(f"prune({str(root)!r})", group=group, raises=CheckpointError):
-        if group.rank == 0:
-            place = place_of(root)
-            names = place.leftovers() if leftovers else []
-            if keep_last is not None or keep_every is not None:
-                names += _old(survey(place).whole[keep_last or 1 :], keep_every)
-            for name in names:
-                with suppress(FileNotFoundError):  # another one pruned it
-                    place.remove(name)
-                    removed.append(below(root, name))
-    return group.broadcast_object(removed)
 
 
-def _old(names: list[str], keep_every: int | None) -> list[str]:
-    """Those to delete of ``names``, oldest first."""
+def outdated(root: Place, keep_last: int | None, keep_every: int | None) -> list[str]:
+    """Names of the checkpoints under ``root`` that ``prune`` deletes, oldest first."""
+    if keep_last is None and keep_every is None:
+        return []
     found = []
-    for name in reversed(names):
+    for name in reversed(survey(root).whole[keep_last or 1 :]):
         numbers = re.findall(r"\d+", name)
         if keep_every is None or (numbers and int(numbers[-1]) % keep_every):
             found.append(name)
     return found
+
+
+def _removed(root: Place, names: list[str]) -> list[str]:
+    """Delete folders; those that were still there."""
+    removed = []
+    for name in names:
+        with suppress(FileNotFoundError):  # another one pruned it
+            root.remove(name)
+            removed.append(name)
+    return removed

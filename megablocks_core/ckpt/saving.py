@@ -17,7 +17,14 @@ from megablocks_core.ckpt.writing import FileToWrite, Item
 from megablocks_core.groups import LOCAL, Collection, Group, Held, Whole, as_bytes, together
 
 
-def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, group: Group = LOCAL) -> None:
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    group: Group = LOCAL,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+) -> None:
     """Write ``state`` as the checkpoint ``path``; it is durable once this returns.
 
     The first rank of ``group`` writes; the others send it their slices, each element once, a
@@ -30,6 +37,8 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, group: Group
         state: By name, a module, a torch optimizer of modules in ``state``, a tensor, or a
             JSON value. What is not cut must be equal on all ranks.
         group: All ranks that hold a part of ``state`` (usually the world).
+        keep_last: Once this checkpoint is durable, delete older ones as ``prune`` does.
+        keep_every: As for ``prune``.
 
     Raises:
         ValueError: ``path`` is not empty, or ``state`` holds what cannot be saved (of another
@@ -43,7 +52,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, group: Group
         digests = {part.name: _digest(part) for part in entries.held if _is_whole(part, group)}
     _check_equal(entries.state, digests, group)
     collection = Collection(entries.held, group=group, task=task, raises=CheckpointError)
-    draft = Draft(path, group=group)
+    draft = Draft(path, group=group, keep_last=keep_last, keep_every=keep_every)
     try:
         writer = draft.open(_files(collection.wholes) if group.rank == 0 else [])
 

@@ -54,9 +54,9 @@ class NewFolder:
             _remove_tree(self.staging)
 
 
-def is_unfinished(folder: Path) -> bool:
-    """Whether this is the staging of a ``NewFolder``, which a crash leaves behind."""
-    return folder.name.startswith(".") and folder.name.endswith(_UNFINISHED)
+def is_unfinished(path: Path) -> bool:
+    """Whether a ``NewFolder`` or a file in the making has this name, which a crash leaves."""
+    return path.name.startswith(".") and path.name.endswith(_UNFINISHED)
 
 
 def is_removed(folder: Path) -> bool:
@@ -65,13 +65,19 @@ def is_removed(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder: first its name, so that no one ever finds a part of it under that name."""
+    """Delete a folder: first its name, so that no one ever finds a part of it under that name.
+
+    What a crash left has a hidden name already; it may be a file.
+    """
     if not (is_unfinished(folder) or is_removed(folder)):
         hidden = _beside(folder, _REMOVED)
         disk.rename(folder, hidden)
         sync_folder(folder.parent)
         folder = hidden
-    _remove_tree(folder)
+    if folder.is_dir():
+        _remove_tree(folder)
+    else:
+        disk.remove_file(folder)
 
 
 def create_file(path: Path, data: bytes) -> None:
@@ -86,7 +92,7 @@ def create_file(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Put a file, old or new, durably in place of what ``path`` names; a reader sees one whole."""
-    draft = _beside(path)
+    draft = _beside(path, _UNFINISHED)
     try:
         create_file(draft, data)
         disk.replace(draft, path)
@@ -130,6 +136,6 @@ def _remove_tree(folder: Path) -> None:
     disk.remove_folder(folder)
 
 
-def _beside(path: Path, ending: str = "") -> Path:
+def _beside(path: Path, ending: str) -> Path:
     """A hidden name that nothing has yet, in the same folder."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{ending}")

@@ -1,6 +1,8 @@
 """Many ranks write into one folder, which appears whole or not at all."""
 
 import os
+import random
+import warnings
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from megablocks_core.ckpt.commit import Draft
 from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.stored import Stored
 from megablocks_core.ckpt.writing import FileToWrite, Item
+from megablocks_core.files import create_file, replace_file, sync_folder
 from megablocks_core.groups import Mesh
 from megablocks_core.testing import ranks
+from tests.ckpt.crashes import Recorder
 
 
 @ranks(1, 2, 4)
@@ -88,3 +92,88 @@ def test_a_draft_that_is_not_committed_leaves_nothing(tmp_path):
     draft.discard()
     world.barrier()
     assert os.listdir(tmp_path) == []
+
+
+_BLOCK = 256
+_SAVES = 4
+
+
+def _state(step):
+    return {"x": torch.full((150,), float(step)), "y": torch.full((9,), step), "step": step}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Calls of some saves that prune, and how many had been made when each save returned."""
+    root, returned = tmp_path_factory.mktemp("recorded"), []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("manifest", "manifest_reading", "writing", "commit", "stored"):
+            patch.setattr(f"megablocks_core.ckpt.{module}.BLOCK_BYTES", _BLOCK)
+        recorder = Recorder(root)
+        with pytest.MonkeyPatch.context() as stand_ins:
+            recorder.install(stand_ins)
+            for step in range(1, _SAVES + 1):
+                ckpt.save(root / "run" / f"step-{step}", _state(step), keep_last=2)
+                returned.append(len(recorder.calls))
+        yield recorder, returned
+
+
+@pytest.mark.parametrize("mode", ["all lost", "all kept", *range(4)])
+def test_after_a_crash_at_any_call_the_last_durable_checkpoint_loads(recorded, tmp_path, mode):
+    _check_crashes(*recorded, tmp_path, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", range(4, 64))
+def test_after_a_crash_at_any_call_whatever_was_lost(recorded, tmp_path, mode):
+    _check_crashes(*recorded, tmp_path, mode)
+
+
+def _check_crashes(recorder, returned, folder, mode):
+    chosen = random.Random(mode)
+    always = {"all lost": False, "all kept": True}
+    for stop in range(len(recorder.calls) + 1):
+        after = folder / str(stop)
+        recorder.replay(stop, lambda _: always.get(mode, chosen.random() < 0.5), after)
+        durable = sum(calls <= stop for calls in returned)
+        state = _state(0)
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                path = ckpt.load_latest(after / "run", state)
+            except ckpt.CheckpointError:
+                assert durable == 0, stop
+                continue
+        if path is None:
+            assert durable == 0, stop
+            continue
+        assert state["step"] in (durable, durable + 1), stop
+        assert all(torch.equal(state[name], _state(state["step"])[name]) for name in "xy")
+        if durable == 0 and state["step"] == 0:
+            continue
+        ckpt.save(after / "run" / "step-next", _state(9), keep_last=1)
+        assert ckpt.prune(after / "run", leftovers=True) is not None
+        assert sorted(os.listdir(after / "run")) == ["LATEST", "step-next"]
+
+
+def test_the_recorder_loses_what_was_not_synced(tmp_path, monkeypatch):
+    """The model itself: without the sync of a file, a folder or a rename, something is lost."""
+    (tmp_path / "a").mkdir()
+    recorder = Recorder(tmp_path / "a")
+    recorder.install(monkeypatch)
+    create_file(tmp_path / "a" / "f", b"one")
+    before = len(recorder.calls)
+    sync_folder(tmp_path / "a")
+    replace_file(tmp_path / "a" / "f", b"two")
+    assert recorder.calls[:4] == ["create f", "write f", "sync f", "sync a"]
+
+    def left(stop, survives):
+        into = tmp_path / f"{stop}{survives}"
+        recorder.replay(stop, lambda _: survives, into)
+        return {path.name: path.read_bytes() for path in into.iterdir()}
+
+    assert left(before, False) == {} and left(before, True) == {"f": b"one"}
+    assert left(before + 1, False) == {"f": b"one"}
+    end = len(recorder.calls)
+    assert recorder.calls[-2].startswith("replace")
+    assert left(end - 1, False) == {"f": b"one"} and left(end - 1, True) == {"f": b"two"}
+    assert left(end, False) == {"f": b"two"}

@@ -121,7 +121,7 @@ def test_a_pointer_to_a_folder_that_is_gone_or_older_is_said(tmp_path):
 def test_an_unfinished_save_is_said(tmp_path):
     _steps(tmp_path, 1)
     (tmp_path / ".step-2.0a1b2c3d.partial").mkdir()
-    with pytest.warns(match="is a save that did not finish"):
+    with pytest.warns(match="is left of a save that did not finish, or of a removal"):
         assert ckpt.latest(tmp_path) == tmp_path / "step-1"
 
 

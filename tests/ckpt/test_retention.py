@@ -109,3 +109,38 @@ def test_a_removal_that_fails_leaves_no_part_under_the_name(tmp_path, monkeypatc
     ckpt.verify(tmp_path / "step-2")
     ckpt.prune(tmp_path, keep_last=1, leftovers=True)
     assert sorted(os.listdir(tmp_path)) == ["LATEST", "step-2"]
+
+
+@ranks(1, 2)
+def test_a_save_prunes_once_it_is_durable(tmp_path):
+    world = Mesh().group("dp")
+    for step in range(1, 8):
+        state = {"x": torch.ones(3), "step": step}
+        ckpt.save(tmp_path / f"step-{step}", state, group=world, keep_last=2, keep_every=3)
+    assert _left(tmp_path) == [3, 6, 7]
+    with pytest.raises(ValueError, match="keep_last=0"):
+        ckpt.save(tmp_path / "step-8", {}, group=world, keep_last=0)
+
+
+def test_a_save_whose_pruning_fails_is_saved_and_says_so(tmp_path, monkeypatch):
+    _steps(tmp_path, 1)
+
+    def failing(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(disk, "remove_file", failing)
+    with pytest.warns(match="step-2.*saved, but pruning failed: .*Input/output error"):
+        ckpt.save(tmp_path / "step-2", {"step": 2}, keep_last=1)
+    ckpt.verify(tmp_path / "step-2")
+
+
+def test_a_save_that_fails_prunes_nothing(tmp_path, monkeypatch):
+    _steps(tmp_path, 1, 2)
+
+    def failing(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(disk, "replace", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        ckpt.save(tmp_path / "step-3", {"step": 3}, keep_last=1)
+    assert _left(tmp_path) == [1, 2]

@@ -92,7 +92,7 @@ def test_what_a_killed_save_leaves_is_no_checkpoint_and_makes_room(store):
     draft = place_of(ROOT).draft("step-2")
     draft.staging.put("x.safetensors", b"x" * 99)
     store.settle()
-    with pytest.warns(match="is a save that did not finish"):
+    with pytest.warns(match="is left of a save that did not finish, or of a removal"):
         assert ckpt.latest(ROOT) == f"{ROOT}/step-1"
     ckpt.save(f"{ROOT}/step-2", _state(2))
     store.settle()

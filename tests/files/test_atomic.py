@@ -8,8 +8,10 @@ import pytest
 from megablocks_core.files import (
     NewFolder,
     create_file,
+    is_removed,
     is_unfinished,
     make_folder,
+    remove,
     replace_file,
     sync_folder,
 )
@@ -140,3 +142,22 @@ def test_what_a_crash_leaves_is_told_from_finished_folders(tmp_path):
     assert not is_unfinished(folder.target)
     assert not is_unfinished(tmp_path / ".git")
     assert not is_unfinished(tmp_path / "step-1.partial")
+
+
+def test_a_removed_folder_loses_its_name_first(tmp_path, calls):
+    folder = tmp_path / "step-1"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "a").write_text("a")
+    calls.fail = "sync folder"
+    with pytest.raises(OSError, match="No space left"):
+        remove(folder)
+    assert not folder.exists()
+    (hidden,) = tmp_path.iterdir()
+    assert is_removed(hidden) and not is_unfinished(hidden)
+    calls.fail = ""
+    remove(hidden)
+    file = tmp_path / ".LATEST.0a1b2c3d.partial"
+    file.write_text("")
+    assert is_unfinished(file)
+    remove(file)
+    assert os.listdir(tmp_path) == []
