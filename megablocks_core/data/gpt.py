@@ -258,12 +258,12 @@ class GPTDataset:
 
 
 def _positions(bounds: np.ndarray) -> np.ndarray:
-    """Count from 0 between each two bounds; in place, since fresh memory is what costs most."""
-    positions_T = np.ones(bounds[-1], np.int64)
-    if len(bounds) > 1:
-        positions_T[0] = 0
-        positions_T[bounds[1:-1]] = 1 - np.diff(bounds[:-1])
-    return positions_T.cumsum(out=positions_T)
+    """Count from 0 between each two bounds."""
+    spans = np.diff(bounds)
+    positions_T = np.empty(bounds[-1], np.int64)
+    count = np.arange(spans.max(initial=0))
+    gather_tokens(count, np.zeros_like(spans), spans, out=positions_T)
+    return positions_T
 
 
 def _check_end_token(end_token: int | None, dtype: np.dtype) -> None:
