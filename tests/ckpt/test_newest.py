@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def _load(root, group=None):
     state = {"x": torch.zeros(5), "step": 0}
     path = ckpt.load_latest(root, state, **({"group": group} if group else {}))
     assert path is not None and (state["x"] == state["step"]).all()
-    return path.name
+    return Path(path).name
 
 
 def test_nothing_yet_is_none(tmp_path):
