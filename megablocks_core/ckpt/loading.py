@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-from megablocks_core.ckpt.entries import (
-    Owner,
-    find_owners,
-    group_tensor,
-    grouped_owners,
-    kind_of,
-)
+from megablocks_core.ckpt.exchange import Exchange
+from megablocks_core.ckpt.load_plan import LoadRound, plan_load
 from megablocks_core.ckpt.manifest import CheckpointError
+from megablocks_core.ckpt.outlines import holdings, pack
 from megablocks_core.ckpt.places import place_of
-from megablocks_core.ckpt.stored import Stored, StoredTensor
-from megablocks_core.groups import (
-    LOCAL,
-    Group,
-    ShardSpec,
-    load_slices,
-    logical_shape,
-    logical_tensors,
-    together,
-)
+from megablocks_core.ckpt.segments import Memory
+from megablocks_core.ckpt.stored import Stored
+from megablocks_core.ckpt.wanted import Wanted, check_cast, unexpected
+from megablocks_core.groups import LOCAL, Group, together
 
 
 class LoadReport(NamedTuple):
@@ -43,12 +34,13 @@ def load(
     *,
     group: Group = LOCAL,
     strict: bool = True,
+    cast: Mapping[torch.dtype, torch.dtype] | None = None,
 ) -> LoadReport:
     """Fill ``state`` from the checkpoint ``path``, at any layout.
 
-    Modules, optimizers and tensors are filled in place, JSON values are set in ``state``.
-    Every rank reads its own slices; every block of a file that is read is checked against
-    its hash. Sends a few small messages.
+    Modules, optimizers and tensors are filled in place, JSON values are set in ``state``. Each
+    block of a file in which something is needed is read and checked against its hash once, by one
+    rank, which sends the others what they need of it, a bounded bucket at a time.
 
     Args:
         path: The checkpoint's folder, or a URL that fsspec knows.
@@ -56,9 +48,11 @@ def load(
         group: All ranks that load.
         strict: Names that are missing on either side raise. Shapes and dtypes must agree
             in any case.
+        cast: Floating-point dtypes as saved, each with the one that a tensor of ``state`` may
+            have in its place; ``{torch.float32: torch.bfloat16}`` rounds. Others must agree.
 
     Returns:
-        The names that are missing on either side (none if ``strict``).
+        The names that are missing on either side, on any rank (none if ``strict``).
 
     Raises:
         ValueError: ``state`` does not fit the checkpoint; nothing was changed.
@@ -67,6 +61,7 @@ def load(
     """
     task = f"load({str(path)!r})"
     with together(task, group=group, raises=CheckpointError):
+        check_cast(cast or {})
         place = place_of(path)
         stored = Stored(place)
         if group.rank == 0:
@@ -74,160 +69,36 @@ def load(
     if len(set(group.all_gather_object(stored.manifest.digest))) > 1:
         raise CheckpointError(f"{task}: ranks see different checkpoints under this path")
     with together(task, group=group, raises=CheckpointError):
-        plan = _Plan(state, stored)
-        plan.check(str(place), strict=strict)
+        wanted = Wanted(state, stored.manifest, group=group, cast=cast or {})
+        outlines = pack([share.outline for share in wanted.shares])
+    message = (wanted.missing, wanted.asked, wanted.faults, outlines)
+    missing, asked, faults, packed = zip(*group.all_gather_object(message), strict=True)
     with together(task, group=group, raises=CheckpointError):
-        plan.fill(state)
-    return plan.report
-
-
-class _Plan:
-    """What goes where; made and checked before anything is changed."""
-
-    def __init__(self, state: Mapping[str, Any], stored: Stored) -> None:
-        self._stored = stored
-        self._fills: list[tuple[Tensor, tuple[ShardSpec, ...], StoredTensor]] = []
-        self._optimizers: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
-        self._values: dict[str, Any] = {}
-        self._missing: list[str] = []
-        self._used: set[str] = set()
-        self._fitting: set[str] = set()
-        self._faults: list[str] = []
-        owners = find_owners(state)
-        for name, value in state.items():
-            self._entry(name, value, owners)
-        unused = [name for name in stored.manifest.state if name not in state]
-        unused += [
-            name
-            for name in stored.tensors
-            if name not in self._used and name.partition("/")[0] in self._fitting
-        ]
-        self.report = LoadReport(self._missing, unused)
-
-    def check(self, path: str, *, strict: bool) -> None:
-        faults = list(self._faults)
-        if strict and self.report.missing:
-            faults.append(f"the checkpoint lacks {_first(self.report.missing)}")
-        if strict and self.report.unexpected:
-            faults.append(f"state lacks {_first(self.report.unexpected)}")
+        faults = list(dict.fromkeys(chain(*faults)))
         if faults:
-            raise ValueError(f"state does not fit {path}: {_first(faults, between='; ')}")
+            raise ValueError(f"state does not fit {place}: {_first(faults, between='; ')}")
+        tensors = holdings(packed)
+        names = {tensor.name for tensor in tensors}
+        report = LoadReport(
+            list(dict.fromkeys(chain(*missing))),
+            unexpected(stored.manifest, set().union(*asked), names),
+        )
+        _check(report, str(place), strict=strict)
+        plan = plan_load(tensors, stored.manifest.tensors, group.rank, num_ranks=group.size)
+    _Work(stored, wanted, task, group).fill(plan)
+    with together(task, group=group, raises=CheckpointError):
+        wanted.finish(state)
+    return report
 
-    def fill(self, state: MutableMapping[str, Any]) -> None:
-        for tensor, specs, source in self._fills:
-            load_slices(tensor, specs, source)
-        for optimizer, packed in self._optimizers:
-            _load_optimizer(optimizer, packed)
-        state.update(self._values)
 
-    def _entry(self, name: str, value: Any, owners: dict[int, Owner]) -> None:
-        if name not in self._stored.manifest.state:
-            self._missing.append(name)
-            return
-        entry = self._stored.manifest.state[name]
-        kind = kind_of(name, value)
-        if kind != entry["kind"]:
-            self._faults.append(f"{name} is a {kind}, saved as a {entry['kind']}")
-            return
-        self._fitting.add(name)
-        if kind == "module":
-            self._module(name, value)
-        elif kind == "tensor":
-            self._tensor(f"{name}/{name}", value, ())
-        elif kind == "optimizer":
-            self._optimizer(name, value, entry["value"], owners)
-        else:
-            self._values[name] = entry["value"]
-
-    def _module(self, entry: str, module: nn.Module) -> None:
-        wanted = [
-            (f"{entry}/{name}", tensor, specs) for name, tensor, specs in logical_tensors(module)
-        ]
-        served = {id(tensor) for name, tensor, _ in wanted if name in self._stored.tensors}
-        for name, tensor, specs in wanted:
-            if name in self._stored.tensors or id(tensor) not in served:
-                self._tensor(name, tensor, specs)
-
-    def _tensor(self, name: str, tensor: Tensor, specs: tuple[ShardSpec, ...]) -> None:
-        if name not in self._stored.tensors:
-            self._missing.append(name)
-            return
-        self._used.add(name)
-        source = self._stored.tensors[name]
-        want, have = logical_shape(tensor, specs), tuple(source.get_shape())
-        if tensor.is_meta:
-            self._faults.append(f"{name} is on meta; give it memory first")
-        if want != have:
-            self._faults.append(f"{name} has shape {want}, saved with {have}")
-        if tensor.dtype != source.dtype:
-            self._faults.append(f"{name} has dtype {tensor.dtype}, saved with {source.dtype}")
-        self._fills.append((tensor, specs, source))
-
-    def _optimizer(
-        self,
-        entry: str,
-        optimizer: torch.optim.Optimizer,
-        saved: dict[str, Any],
-        owners: dict[int, Owner],
-    ) -> None:
-        """Plan new state tensors, of this rank's share, and the state dict that holds them."""
-        members = grouped_owners(entry, optimizer, owners)
-        have = [[owner.name for _, owner in pairs] for pairs in members]
-        want = [group["names"] for group in saved["param_groups"]]
-        if have != want:
-            self._faults.append(f"{entry} has the parameter groups {have}, saved with {want}")
-            self._fitting.remove(entry)
-            return
-        stored: dict[str, list[str]] = {}
-        for name in self._stored.tensors:
-            if name.startswith(f"{entry}/"):
-                stored.setdefault(name.removeprefix(f"{entry}/").rpartition("/")[0], []).append(
-                    name
-                )
-        fields: dict[int, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        number = 0
-        for index, pairs in enumerate(members):
-            values = self._hyperparameters(entry, optimizer, index, saved)
-            groups.append({**values, "params": list(range(number, number + len(pairs)))})
-            for parameter, owner in pairs:
-                tensors = self._state(parameter, owner, stored.get(owner.name, []))
-                held = {**saved["state"][owner.name], **tensors}
-                if held:
-                    fields[number] = held
-                number += 1
-        self._optimizers.append((optimizer, {"state": fields, "param_groups": groups}))
-
-    def _hyperparameters(
-        self,
-        entry: str,
-        optimizer: torch.optim.Optimizer,
-        index: int,
-        saved: dict[str, Any],
-    ) -> dict[str, Any]:
-        current = optimizer.param_groups[index]
-        values = dict(saved["param_groups"][index]["values"])
-        for key, value in current.items():
-            if isinstance(value, tuple) and isinstance(values.get(key), list):
-                values[key] = tuple(values[key])
-            name = f"{entry}/{group_tensor(index, key)}"
-            if isinstance(value, Tensor) and name in self._stored.tensors:
-                values[key] = torch.empty_like(value)
-                self._tensor(name, values[key], ())
-        return values
-
-    def _state(self, parameter: Tensor, owner: Owner, names: list[str]) -> dict[str, Tensor]:
-        fields = {}
-        for name in names:
-            source = self._stored.tensors[name]
-            whole = tuple(source.get_shape())
-            specs = owner.specs_for(whole, owner.shape, name)
-            shape = tuple(parameter.shape) if specs else whole
-            device = parameter.device if shape else "cpu"
-            field = torch.empty(shape, dtype=source.dtype, device=device)
-            self._tensor(name, field, specs)
-            fields[name.rpartition("/")[2]] = field
-        return fields
+def _check(report: LoadReport, path: str, *, strict: bool) -> None:
+    faults = []
+    if strict and report.missing:
+        faults.append(f"the checkpoint lacks {_first(report.missing)}")
+    if strict and report.unexpected:
+        faults.append(f"state lacks {_first(report.unexpected)}")
+    if faults:
+        raise ValueError(f"state does not fit {path}: {'; '.join(faults)}")
 
 
 def _first(texts: list[str], *, between: str = ", ") -> str:
@@ -236,12 +107,39 @@ def _first(texts: list[str], *, between: str = ", ") -> str:
     return between.join(texts[:3]) + more
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-    """``load_state_dict``, which casts to each parameter's dtype; here dtypes stay as saved."""
-    optimizer.load_state_dict(packed)
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    for number, fields in packed["state"].items():
-        loaded = optimizer.state[parameters[number]]
-        for key, value in fields.items():
-            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
-                loaded[key] = value.to(loaded[key].device)
+class _Work:
+    """One rank's part of a load."""
+
+    def __init__(self, stored: Stored, wanted: Wanted, task: str, group: Group) -> None:
+        self._memory = Memory(stored, wanted.shares)
+        self._task, self._group = task, group
+
+    def fill(self, plan: list[LoadRound]) -> None:
+        """Read, send and receive, round by round."""
+        exchange: Exchange | None = None
+        for work in plan:
+            with self._together():
+                self._settle(exchange)
+                exchange = self._exchange(work)
+            exchange.send()
+        with self._together():
+            self._settle(exchange)
+
+    def _settle(self, exchange: Exchange | None) -> None:
+        if exchange is not None:
+            exchange.unpack()
+            self._memory.settle()
+
+    def _exchange(self, work: LoadRound) -> Exchange:
+        """Read what this rank reads; ranks that need the same cuts share one message."""
+        read = self._memory.read(work)
+        packages = {tuple(cuts): [read[cut] for cut in cuts] for cuts in work.outgoing.values()}
+        outgoing = {peer: packages[tuple(cuts)] for peer, cuts in work.outgoing.items()}
+        incoming = {
+            peer: [self._memory.arriving(name, box) for name, box in boxes]
+            for peer, boxes in work.incoming.items()
+        }
+        return Exchange(outgoing, incoming, group=self._group)
+
+    def _together(self) -> AbstractContextManager[None]:
+        return together(self._task, group=self._group, raises=CheckpointError)

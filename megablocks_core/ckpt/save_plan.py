@@ -60,13 +60,13 @@ class SavePlan:
         wholes: The tensors it brings together, in the order of their completion.
         rounds: As many on every rank.
         pieces: What it writes without exchange.
-        writers: For each entry with tensors that are brought together, the ranks that write.
+        homes: For each tensor that is brought together, the rank that writes it.
     """
 
     wholes: list[Whole]
     rounds: list[Round]
     pieces: list[Piece]
-    writers: dict[str, list[int]]
+    homes: dict[str, int]
 
 
 def plan_save(
@@ -81,14 +81,12 @@ def plan_save(
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     writers = assign(tensors, num_ranks)
     plan = SavePlan([], [], [], {})
-    by_entry: dict[str, set[int]] = {}
     for tensor, ranks in zip(tensors, writers, strict=True):
         if tensor.whole:
-            by_entry.setdefault(tensor.name.partition("/")[0], set()).add(int(ranks[0]))
+            plan.homes[tensor.name] = int(ranks[0])
         else:
             own = np.flatnonzero(ranks == rank)
             plan.pieces += [Piece(tensor, box) for box in as_boxes(tensor.layout.cells[own])]
-    plan.writers = {entry: sorted(ranks) for entry, ranks in by_entry.items()}
     _exchange(plan, tensors, writers, rank, num_ranks, limit)
     return plan
 

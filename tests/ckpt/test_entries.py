@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from megablocks_core.ckpt.entries import check_json, kind_of, take_apart
+from megablocks_core.ckpt.entries import kind_of, merge_states, take_apart
+from megablocks_core.groups import LOCAL
 
 
 def test_names_are_logical_and_tied_tensors_come_once():
@@ -13,8 +14,11 @@ def test_names_are_logical_and_tied_tensors_come_once():
     sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     net(torch.ones(3, 2)).sum().backward()
     sgd.step()
-    entries = take_apart({"model": net, "optimizer": sgd, "step": 3, "x": torch.ones(1)})
-    names = [part.name for part in entries.held]
+    entries = take_apart(
+        {"model": net, "optimizer": sgd, "step": 3, "x": torch.ones(1)}, group=LOCAL
+    )
+    names = [share.name for share in entries.shares]
+    assert [share.name for share in entries.shares if not share.whole] == names[6:9]
     parameters = ["0.weight", "2.weight", "2.bias"]
     buffers = ["2.running_mean", "2.running_var", "2.num_batches_tracked"]
     assert names == [f"model/{name}" for name in parameters + buffers] + [
@@ -28,11 +32,15 @@ def test_names_are_logical_and_tied_tensors_come_once():
     assert group["values"]["momentum"] == 0.9
 
 
-def test_json_is_what_json_gives_back():
-    check_json({"a": [1, 2.5, "x", None, True, {"b": []}]}, "x")
-    for value, path in (({"a": [0, (1,)]}, r"x\['a'\]\[1\]"), ({1: 2}, "x has the key 1")):
-        with pytest.raises(ValueError, match=path):
-            check_json(value, "x")
+def test_states_of_all_ranks_become_one():
+    states = [{"a": {"kind": "json", "value": value}} for value in (1, 1, 2)]
+    assert merge_states(states[:2]) == states[0]
+    with pytest.raises(ValueError, match=r"state\['a'\] must be equal on all ranks: rank 0 has"):
+        merge_states(states)
+    with pytest.raises(ValueError, match="must have the same names on all ranks: rank 0 has"):
+        merge_states([states[0], {}])
+    nan = {"a": {"kind": "json", "value": float("nan")}}
+    assert merge_states([nan, nan]) == nan
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "a b", "../a"])

@@ -52,13 +52,22 @@ def test_kinds_meta_and_parameter_groups_must_fit(tmp_path):
     net = nn.Linear(2, 3)
     ckpt.save(tmp_path / "c", {"model": net, "optimizer": torch.optim.SGD(net.parameters())})
     other = torch.optim.SGD([net.bias])
+    split = torch.optim.SGD([{"params": [net.bias]}, {"params": [net.weight]}])
     for state, message in (
         ({"model": 1}, "model is a json, saved as a module"),
         ({"model": nn.Linear(2, 3, device="meta")}, "model/weight is on meta"),
-        ({"model": net, "optimizer": other}, "optimizer has the parameter groups"),
+        ({"model": net, "optimizer": split}, "optimizer has two parameter groups, 0 and 1, of"),
     ):
         with pytest.raises(ValueError, match=message):
             ckpt.load(tmp_path / "c", state, strict=False)
+    state = {"model": net, "optimizer": other}
+    assert ckpt.load(tmp_path / "c", state, strict=False).unexpected == ["optimizer/model/weight"]
+    with pytest.raises(ValueError, match="state lacks optimizer/model/weight$"):
+        ckpt.load(tmp_path / "c", state)
+    ckpt.save(tmp_path / "d", {"model": net, "optimizer": split})
+    joined = torch.optim.SGD(net.parameters())
+    with pytest.raises(ValueError, match="one parameter group, 0, of what was saved as several"):
+        ckpt.load(tmp_path / "d", {"model": net, "optimizer": joined})
 
 
 def test_a_tied_parameter_loads_under_either_name(tmp_path):

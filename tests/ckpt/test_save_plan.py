@@ -51,11 +51,11 @@ def _check(held, limit):
     times = Counter()
     for rank, plan in enumerate(plans):
         assert len(plan.rounds) == len(plans[0].rounds)
-        assert plan.writers == plans[0].writers
+        assert plan.homes == plans[0].homes
         for tensor, boxes in [*_brought_together(plan), *((t, [box]) for t, box in plan.pieces)]:
             times[tensor.name] += 1
             if tensor.whole:
-                assert rank in plan.writers[tensor.name.partition("/")[0]]
+                assert plan.homes[tensor.name] == rank
             for box in boxes:
                 painted[tensor.name][box] += 1
         for tensor, box in [*plan.pieces, *((w.tensor, box) for w in plan.wholes for box in w.own)]:

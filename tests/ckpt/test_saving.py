@@ -1,13 +1,6 @@
 """A save at one layout resumes at any other, or leaves everything as it was."""
 
 import json
-import os
-import resource
-import signal
-import subprocess
-import sys
-import textwrap
-import warnings
 
 import numpy as np
 import pytest
@@ -111,19 +104,29 @@ def test_f_165_any_layout_resumes_any_other(tmp_path):
 
 
 @ranks(4)
-def test_files_are_the_same_bytes_at_any_layout(tmp_path):
+def test_whole_tensors_are_the_same_at_any_layout(tmp_path):
     world = Mesh().group("dp")
+    files = {}
     for tp in (1, 2, 4):
         net, adam = _build(Mesh(tp=tp).group("tp"), steps=2)
-        ckpt.save(tmp_path / str(tp) / "a", {"model": net, "optimizer": adam}, group=world)
-    if world.rank == 0:
-        for file in ("model.safetensors", "optimizer.safetensors"):
-            first, *others = [(tmp_path / str(tp) / "a" / file).read_bytes() for tp in (1, 2, 4)]
-            assert others == [first, first]
-        whole = load_file(tmp_path / "4" / "a" / "model.safetensors")
-        assert set(whole) == {
-            "rows", "columns", "packed", "norm.weight", "norm.bias", "head.weight", "count",
-        }  # fmt: skip
+        folder = tmp_path / str(tp) / "a"
+        state = {"model": net, "optimizer": adam}
+        ckpt.save(folder, state, group=world, files={"config.json": {"model_type": "net"}})
+        assert json.loads((folder / "config.json").read_text()) == {"model_type": "net"}
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        names = sorted(set(index["weight_map"].values()))
+        assert names == [f"model-{number + 1:05}-of-00004.safetensors" for number in range(4)]
+        files[tp] = {}
+        for name in names:
+            tensors = load_file(folder / name)
+            assert all(index["weight_map"][key] == name for key in tensors)
+            files[tp] |= tensors
+        assert index["metadata"]["total_size"] == sum(one.nbytes for one in files[tp].values())
+    assert set(files[1]) == {
+        "rows", "columns", "packed", "norm.weight", "norm.bias", "head.weight", "count",
+    }  # fmt: skip
+    for name, tensor in files[1].items():
+        assert torch.equal(files[2][name], tensor) and torch.equal(files[4][name], tensor)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +221,9 @@ def test_marks_outside_the_group_are_refused(tmp_path):
 @ranks(2)
 def test_what_differs_between_ranks_is_refused(tmp_path):
     world = Mesh().group("dp")
-    with pytest.raises(ValueError, match=r"at \['x/x'\]: a tensor without shard marks"):
+    with pytest.raises(ValueError, match="must be equal; 1 tensors differ: x/x on ranks 0 and 1"):
         ckpt.save(tmp_path / "a", {"x": torch.full((2,), world.rank)}, group=world)
-    with pytest.raises(ValueError, match=r"at \['step'\]: JSON values"):
+    with pytest.raises(ValueError, match=r"state\['step'\] must be equal on all ranks"):
         ckpt.save(tmp_path / "a", {"step": world.rank}, group=world)
     with pytest.raises(ValueError, match="must have the same names on all ranks"):
         ckpt.save(tmp_path / "a", {f"step{world.rank}": 1}, group=world)
@@ -253,117 +256,6 @@ def test_target_may_be_empty_but_never_filled(tmp_path):
     assert _listing(tmp_path) == before
 
 
-@ranks(2)
-def test_full_disk_raises_on_all_ranks_and_leaves_the_old_checkpoint(tmp_path):
-    world = Mesh().group("dp")
-    root = tmp_path / "run"
-    if world.rank == 0:
-        _mount_small_disk(root)
-    world.barrier()
-    try:
-        ckpt.save(root / "step-1", {"x": torch.ones(1000), "step": 1}, group=world)
-        before = _listing(root)
-        for fits in (0, 1):  # the tensors do not fit, or the second file
-            state = {"x": torch.ones(1000 + 10**6 * (1 - fits)), "y": torch.ones(10**6)}
-            with pytest.raises(OSError if world.rank == 0 else ckpt.CheckpointError) as caught:
-                ckpt.save(root / "step-2", state, group=world)
-            assert "No space left" in str(caught.value)
-            world.barrier()
-            assert _listing(root) == before
-        state = {"x": torch.zeros(1000), "step": 0}
-        assert ckpt.load_latest(root, state, group=world) == root / "step-1"
-        assert state["step"] == 1 and state["x"].sum() == 1000
-    finally:
-        world.barrier()
-        if world.rank == 0:
-            subprocess.run(["umount", root], check=True)
-
-
-def test_a_disk_that_is_full_at_any_byte_leaves_the_old_checkpoint(tmp_path):
-    ckpt.save(tmp_path / "step-1", {"step": 1})
-    before = _listing(tmp_path)
-    state = {"x": torch.ones(500), "step": 2}
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        for limit in (0, 1, 20, 60, 500, 1000, 2050):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
-            with pytest.raises(OSError):
-                ckpt.save(tmp_path / "step-2", state)
-            assert _listing(tmp_path) == before, limit
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
-    ckpt.save(tmp_path / "step-2", state)
-    assert ckpt.latest(tmp_path) == tmp_path / "step-2"
-
-
-@pytest.mark.parametrize("call", ["fsync", "rename", "replace"])
-def test_a_call_that_fails_at_any_time_leaves_the_old_checkpoint(tmp_path, monkeypatch, call):
-    ckpt.save(tmp_path / "step-1", {"step": 1})
-    before = _listing(tmp_path)
-    state = {"x": torch.ones(5), "y": torch.ones(5), "step": 2}
-    real = getattr(os, call)
-    for number in range(20):
-        seen = 0
-
-        def failing(*args, number=number):
-            nonlocal seen
-            seen += 1
-            if seen == number + 1:
-                raise OSError(5, "Input/output error")
-            return real(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, failing)
-            try:
-                ckpt.save(tmp_path / "step-2", state)
-            except OSError:
-                assert ckpt.load_latest(tmp_path, {"step": 0}) == tmp_path / "step-1"
-                assert _listing(tmp_path) == before
-                continue
-        break
-    assert number >= 1 and ckpt.latest(tmp_path) == tmp_path / "step-2"
-
-
-_SAVE_UNTIL_KILLED = """
-    import itertools, os, signal, sys, time, torch
-    from megablocks_core import ckpt
-
-    torch.set_num_threads(1)
-    for number in range(20):
-        root = os.path.join(sys.argv[1], str(number))
-        os.mkdir(root)
-        if not (child := os.fork()):
-            for step in itertools.count(1):
-                state = {"x": torch.full((200_000,), float(step)), "step": step}
-                ckpt.save(f"{root}/step-{step}", state)
-                with open(f"{root}/durable", "ab") as file:
-                    file.write(b".")
-        while not os.path.exists(f"{root}/durable"):
-            time.sleep(0.001)
-        time.sleep(number * 0.0013)
-        os.kill(child, signal.SIGKILL)
-        os.wait()
-"""
-
-
-def test_sigkill_at_any_moment_leaves_a_whole_latest_checkpoint(tmp_path):
-    script = textwrap.dedent(_SAVE_UNTIL_KILLED)
-    subprocess.run([sys.executable, "-c", script, tmp_path], check=True, timeout=120)
-    for root in tmp_path.iterdir():
-        durable = len((root / "durable").read_bytes())
-        state = {"x": torch.zeros(200_000), "step": 0}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            path = ckpt.load_latest(root, state)
-        assert path is not None
-        ckpt.verify(path)
-        assert state["step"] in (durable, durable + 1) and path.name == f"step-{state['step']}"
-        assert (state["x"] == state["step"]).all()
-        ckpt.save(root / f"step-{state['step'] + 1}", state)
-
-
 def test_nothing_on_the_load_path_is_pickle(tmp_path):
     net, adam = _build(LOCAL, steps=1)
     ckpt.save(tmp_path / "a", {"model": net, "optimizer": adam})
@@ -377,12 +269,3 @@ def _listing(root):
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
         for path in sorted(root.rglob("*"))
     }
-
-
-def _mount_small_disk(root):
-    root.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", root], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"mounting a small disk needs root: {done.stderr.decode()}")
