@@ -2,7 +2,13 @@
 
 import os
 import random
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +18,7 @@ from megablocks_core.ckpt.commit import Draft
 from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.stored import Stored
 from megablocks_core.ckpt.writing import FileToWrite, Item
-from megablocks_core.files import create_file, replace_file, sync_folder
+from megablocks_core.files import create_file, disk, replace_file, sync_folder
 from megablocks_core.groups import Mesh
 from megablocks_core.testing import ranks
 from tests.ckpt.crashes import Recorder
@@ -177,3 +183,144 @@ def test_the_recorder_loses_what_was_not_synced(tmp_path, monkeypatch):
     assert recorder.calls[-2].startswith("replace")
     assert left(end - 1, False) == {"f": b"one"} and left(end - 1, True) == {"f": b"two"}
     assert left(end, False) == {"f": b"two"}
+
+
+def _listing(root):
+    return {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
+        for path in sorted(root.rglob("*"))
+    }
+
+
+class _Fault:
+    """Makes call ``number`` of a function of ``files.disk`` fail, on the rank that this is on."""
+
+    def __init__(self, patch, call, number, kind):
+        self.real, self.number, self.kind, self.seen = getattr(disk, call), number, kind, 0
+        patch.setattr(disk, call, self)
+
+    def __call__(self, *args, **options):
+        self.seen += 1
+        if self.seen != self.number:
+            return self.real(*args, **options)
+        if self.kind == "slow":
+            time.sleep(0.3)
+            return self.real(*args, **options)
+        if self.kind == "half":  # a part arrives before the disk is full
+            descriptor, (part, *_), offset = args
+            self.real(descriptor, [part[: part.nbytes // 2]], offset)
+        raise OSError(28, "No space left on device")
+
+
+_FAULTS = [
+    *((call, "fails") for call in ("create", "write", "sync", "rename", "replace", "make_folder")),
+    ("write", "half"),
+]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(("call", "kind"), _FAULTS)
+def test_a_fault_at_any_call_raises_on_all_ranks_and_loses_nothing(tmp_path, call, kind):
+    world = Mesh().group("dp")
+    ckpt.save(tmp_path / "step-1", _state(1), group=world)
+    world.barrier()
+    before = _listing(tmp_path)
+    reached = 0
+    for rank in range(world.size):
+        for number in range(1, 50):
+            with pytest.MonkeyPatch.context() as patch:
+                fault = _Fault(patch, call, number if world.rank == rank else 0, kind)
+                try:
+                    ckpt.save(tmp_path / "step-2", _state(2), group=world)
+                    failed = False
+                except (OSError, ckpt.CheckpointError) as error:
+                    assert "No space left on device" in str(error)
+                    failed = True
+            outcomes = world.all_gather_object((failed, fault.seen >= number))
+            assert {failed for failed, _ in outcomes} == {outcomes[rank][1]}, outcomes
+            if not failed:
+                break
+            reached += 1
+            assert _listing(tmp_path) == before
+            world.barrier()
+        state = _state(0)
+        assert ckpt.load_latest(tmp_path, state, group=world) == tmp_path / "step-2"
+        assert state["step"] == 2 and (state["x"] == 2).all()
+        world.barrier()
+        if world.rank == 0:
+            shutil.rmtree(tmp_path / "step-2")
+            (tmp_path / "LATEST").write_bytes(before["LATEST"])
+        world.barrier()
+    assert reached >= 1
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("call", ["write", "sync", "rename"])
+def test_a_slow_disk_is_waited_for(tmp_path, call):
+    world = Mesh().group("dp")
+    with pytest.MonkeyPatch.context() as patch:
+        _Fault(patch, call, 1, "slow")
+        ckpt.save(tmp_path / "step-1", _state(1), group=world)
+    ckpt.verify(tmp_path / "step-1")
+
+
+@ranks(2)
+def test_a_rank_that_is_missing_ends_the_save_within_the_timeout(tmp_path):
+    world = Mesh(timeout=timedelta(seconds=2)).group("dp")
+    ckpt.save(tmp_path / "step-1", _state(1), group=world)
+    world.barrier()
+    before = _listing(tmp_path)
+    if world.rank == 0:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError):
+            ckpt.save(tmp_path / "step-2", _state(2), group=world)
+        assert time.monotonic() - start < 20
+        assert _listing(tmp_path) == before
+        assert ckpt.latest(tmp_path) == tmp_path / "step-1"
+    else:
+        time.sleep(4)
+
+
+# Saves and prunes over and over until it is killed; each save that returned leaves a dot.
+_SAVE_UNTIL_KILLED = """
+    import itertools, os, random, signal, sys, time, warnings, torch
+    from megablocks_core import ckpt
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    chosen = random.Random(sys.argv[2])
+    for number in range(int(sys.argv[2])):
+        root = os.path.join(sys.argv[1], str(number))
+        os.mkdir(root)
+        if not (child := os.fork()):
+            for step in itertools.count(1):
+                state = {"x": torch.full((200_000,), float(step)), "step": step}
+                ckpt.save(f"{root}/step-{step}", state, keep_last=1)
+                with open(f"{root}/durable", "ab") as file:
+                    file.write(b".")
+        while not os.path.exists(f"{root}/durable"):
+            time.sleep(0.001)
+        time.sleep(chosen.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        os.wait()
+"""
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.drill)])
+def test_sigkill_at_any_moment_leaves_a_whole_latest_checkpoint(tmp_path, kills):
+    command = [sys.executable, "-c", textwrap.dedent(_SAVE_UNTIL_KILLED), tmp_path, str(kills)]
+    subprocess.run(command, check=True, timeout=300)
+    left = 0
+    for root in tmp_path.iterdir():
+        durable = len((root / "durable").read_bytes())
+        state = {"x": torch.zeros(200_000), "step": 0}
+        with warnings.catch_warnings(action="ignore"):
+            path = ckpt.load_latest(root, state)
+            assert path == root / f"step-{state['step']}"
+            ckpt.verify(path)
+            assert state["step"] in (durable, durable + 1)
+            assert (state["x"] == state["step"]).all()
+            ckpt.save(root / "next", state, keep_last=1)
+        left += len(ckpt.prune(root, leftovers=True))
+        assert sorted(path.name for path in root.iterdir()) == ["LATEST", "durable", "next"]
+    assert left, "no save was killed in the middle"
