@@ -11,4 +11,4 @@ from megablocks_core.ckpt.newest import latest as latest
 from megablocks_core.ckpt.newest import load_latest as load_latest
 from megablocks_core.ckpt.retention import prune as prune
 from megablocks_core.ckpt.saving import save as save
-from megablocks_core.ckpt.stored import verify as verify
+from megablocks_core.ckpt.verifying import verify as verify

@@ -138,6 +138,8 @@ class _Reader:
         for part in stored.chunks:
             if part.file not in files or stored.end_of(part) > files[part.file].size:
                 self.refuse(f"a chunk of {name!r} lies outside the files: {part}")
+            if part.offset % DTYPES[code].itemsize:
+                self.refuse(f"a chunk of {name!r} begins within an element: {part}")
         self._check_cover(name, stored)
         return stored
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from megablocks_core.ckpt.loading import load
 from megablocks_core.ckpt.manifest import MANIFEST, CheckpointError
@@ -41,10 +43,12 @@ def load_latest(
     *,
     group: Group = LOCAL,
     strict: bool = True,
+    cast: Mapping[torch.dtype, torch.dtype] | None = None,
 ) -> Path | str | None:
     """Load the newest checkpoint under ``root`` that can be read, and return its path.
 
-    One that turns out damaged is passed over with a warning, on all ranks together.
+    One that turns out damaged is passed over with a warning, on all ranks together. ``strict``
+    and ``cast`` are those of ``load``.
 
     Returns:
         The checkpoint that was loaded, or ``None`` if there is none yet.
@@ -56,7 +60,7 @@ def load_latest(
     faults = []
     for path in _candidates(root, group):
         try:
-            load(path, state, group=group, strict=strict)
+            load(path, state, group=group, strict=strict, cast=cast)
             return path
         except (CheckpointError, OSError) as error:
             faults.append(str(error))

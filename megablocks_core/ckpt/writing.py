@@ -177,6 +177,8 @@ class _OpenFile:
             data = data[part.nbytes :]
             if self._taken % BLOCK_BYTES == 0:
                 self._send()
+            else:  # what waits for the next tensor must not keep all of this one in memory
+                self._parts[-1] = memoryview(bytes(part))
 
     def end(self) -> None:
         assert not self._waiting and self._taken == self._layout.size

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,10 @@ DTYPE_CODES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
+
+_SIZES = {code: dtype.itemsize for dtype, code in DTYPE_CODES.items()}
+# What other readers of the format accept.
+_LONGEST_HEADER = 100_000_000
 
 
 class Layout(NamedTuple):
@@ -67,6 +72,65 @@ def layout(wholes: Sequence[Whole], metadata: Mapping[str, str] | None = None) -
     data = 8 + len(text)
     offsets = {name: data + start for name, start in starts.items()}
     return Layout(len(text).to_bytes(8, "little") + text, offsets, data + end)
+
+
+class Entry(NamedTuple):
+    """One tensor in a header: its dtype's code, and where its bytes begin in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def read_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry]:
+    """The tensors of a file of ``size`` bytes; no more than its header is read.
+
+    Args:
+        read: Bytes [start, stop) of the file.
+        size: Of the file.
+
+    Raises:
+        ValueError: The header says what cannot be: it is longer than the file or than 100 MB, is
+            no JSON of the format, or its tensors overlap or do not fill the file.
+    """
+    length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
+    if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+        raise ValueError(f"a header of {length} bytes cannot be in a file of {size}")
+    try:
+        header = json.loads(read(8, 8 + length))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ValueError("the header is not an object")
+    header.pop("__metadata__", None)
+    entries, runs = {}, []
+    for name, one in header.items():
+        start, stop = _span(name, one)
+        entries[name] = Entry(one["dtype"], tuple(one["shape"]), 8 + length + start)
+        runs.append((start, stop, name))
+    end = 0
+    for start, stop, name in sorted(runs):
+        if start != end:
+            raise ValueError(f"the bytes of {name!r} must begin at {end}, not at {start}")
+        end = stop
+    if end != size - 8 - length:
+        raise ValueError(f"the tensors fill {end} bytes of {size - 8 - length}")
+    return entries
+
+
+def _span(name: str, one: Any) -> tuple[int, int]:
+    """The data offsets of one entry of a header, which must be of the right types and size."""
+    entry = one if isinstance(one, dict) else {}
+    code, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if isinstance(code, str) and code in _SIZES and _are_lengths(shape) and _are_lengths(span):
+        start, stop = span if len(span) == 2 else (0, -1)
+        if stop - start == prod(shape) * _SIZES[code]:
+            return start, stop
+    raise ValueError(f"the header's entry of {name!r} cannot be: {str(one)[:99]}")
+
+
+def _are_lengths(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and 0 <= one < 2**63 for one in value)
 
 
 class SafetensorsWriter:

@@ -16,7 +16,6 @@ import torch
 from megablocks_core import ckpt
 from megablocks_core.ckpt.commit import Draft
 from megablocks_core.ckpt.local_place import LocalPlace
-from megablocks_core.ckpt.stored import Stored
 from megablocks_core.ckpt.writing import FileToWrite, Item
 from megablocks_core.files import create_file, disk, replace_file, sync_folder
 from megablocks_core.groups import Mesh
@@ -39,9 +38,9 @@ def test_what_each_rank_writes_is_one_checkpoint(tmp_path):
     finally:
         draft.discard()
     expected = torch.arange(world.size).repeat_interleave(2)[:, None].expand(-1, 3)
-    stored = Stored(LocalPlace(tmp_path / "run" / "a"))
-    assert torch.equal(stored.tensors["x/x"][...], expected.float())
-    assert torch.equal(stored.tensors["x/x"][(slice(1, 3), slice(1, 2))], expected[1:3, 1:2])
+    state = {"x": torch.zeros(whole)}
+    ckpt.load(tmp_path / "run" / "a", state)
+    assert torch.equal(state["x"], expected.float())
     ckpt.verify(tmp_path / "run" / "a")
     assert (tmp_path / "run" / "a" / "config.json").read_bytes() == b"{}"
     assert ckpt.latest(tmp_path / "run") == tmp_path / "run" / "a"
@@ -100,7 +99,6 @@ def test_a_draft_that_is_not_committed_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-_BLOCK = 256
 _SAVES = 4
 
 
@@ -112,26 +110,33 @@ def _state(step):
 def recorded(tmp_path_factory):
     """Calls of some saves that prune, and how many had been made when each save returned."""
     root, returned = tmp_path_factory.mktemp("recorded"), []
+    recorder = Recorder(root)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("manifest", "manifest_reading", "writing", "commit", "stored"):
-            patch.setattr(f"megablocks_core.ckpt.{module}.BLOCK_BYTES", _BLOCK)
-        recorder = Recorder(root)
-        with pytest.MonkeyPatch.context() as stand_ins:
-            recorder.install(stand_ins)
-            for step in range(1, _SAVES + 1):
-                ckpt.save(root / "run" / f"step-{step}", _state(step), keep_last=2)
-                returned.append(len(recorder.calls))
-        yield recorder, returned
+        _small_blocks(patch)
+        recorder.install(patch)
+        for step in range(1, _SAVES + 1):
+            ckpt.save(root / "run" / f"step-{step}", _state(step), keep_last=2)
+            returned.append(len(recorder.calls))
+    return recorder, returned
+
+
+def _small_blocks(patch):
+    for module in ("manifest_reading", "writing", "commit", "stored", "load_plan", "overlaps"):
+        patch.setattr(f"megablocks_core.ckpt.{module}.BLOCK_BYTES", 256)
 
 
 @pytest.mark.parametrize("mode", ["all lost", "all kept", *range(4)])
-def test_after_a_crash_at_any_call_the_last_durable_checkpoint_loads(recorded, tmp_path, mode):
+def test_after_a_crash_at_any_call_the_last_durable_checkpoint_loads(
+    recorded, tmp_path, monkeypatch, mode
+):
+    _small_blocks(monkeypatch)
     _check_crashes(*recorded, tmp_path, mode)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", range(4, 64))
-def test_after_a_crash_at_any_call_whatever_was_lost(recorded, tmp_path, mode):
+def test_after_a_crash_at_any_call_whatever_was_lost(recorded, tmp_path, monkeypatch, mode):
+    _small_blocks(monkeypatch)
     _check_crashes(*recorded, tmp_path, mode)
 
 
@@ -154,7 +159,7 @@ def _check_crashes(recorder, returned, folder, mode):
             continue
         assert state["step"] in (durable, durable + 1), stop
         assert all(torch.equal(state[name], _state(state["step"])[name]) for name in "xy")
-        if durable == 0 and state["step"] == 0:
+        if stop % 5:
             continue
         ckpt.save(after / "run" / "step-next", _state(9), keep_last=1)
         assert ckpt.prune(after / "run", leftovers=True) is not None
@@ -266,7 +271,7 @@ def test_a_slow_disk_is_waited_for(tmp_path, call):
 
 @ranks(2)
 def test_a_rank_that_is_missing_ends_the_save_within_the_timeout(tmp_path):
-    world = Mesh(timeout=timedelta(seconds=2)).group("dp")
+    world = Mesh(timeout=timedelta(seconds=1)).group("dp")
     ckpt.save(tmp_path / "step-1", _state(1), group=world)
     world.barrier()
     before = _listing(tmp_path)
@@ -278,7 +283,7 @@ def test_a_rank_that_is_missing_ends_the_save_within_the_timeout(tmp_path):
         assert _listing(tmp_path) == before
         assert ckpt.latest(tmp_path) == tmp_path / "step-1"
     else:
-        time.sleep(4)
+        time.sleep(2)
 
 
 # Saves and prunes over and over until it is killed; each save that returned leaves a dot.

@@ -131,3 +131,12 @@ def test_a_clock_that_steps_back_does_not_hide_the_newest(tmp_path, monkeypatch)
     monkeypatch.setattr("time.time_ns", lambda: 5)
     _steps(tmp_path, 2)
     assert ckpt.latest(tmp_path) == tmp_path / "step-2"
+
+
+def test_a_cast_is_handed_on(tmp_path):
+    ckpt.save(tmp_path / "a", {"x": torch.ones(3)})
+    state = {"x": torch.zeros(3, dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match="dtype"):
+        ckpt.load_latest(tmp_path, state)
+    assert ckpt.load_latest(tmp_path, state, cast={torch.float32: torch.bfloat16})
+    assert state["x"].sum() == 3

@@ -1,4 +1,4 @@
-"""Any flipped bit and any cut is found, and the tensor is named."""
+"""Blocks are read once, straight into the given memory, and checked before they count."""
 
 import pytest
 import torch
@@ -9,79 +9,6 @@ from megablocks_core import ckpt
 from megablocks_core.ckpt.local_place import LocalPlace, LocalSource
 from megablocks_core.ckpt.manifest import BLOCK_BYTES
 from megablocks_core.ckpt.stored import Stored, Target
-
-
-def _saved(root):
-    model = nn.Linear(3, 5)
-    ckpt.save(root / "c", {"model": model, "step": 1})
-    return root / "c", {"model": model, "step": 0}
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
-def test_a_flipped_bit_anywhere_is_found(tmp_path, file):
-    folder, state = _saved(tmp_path)
-    data = (folder / file).read_bytes()
-    for place in range(len(data)):
-        flipped = bytearray(data)
-        flipped[place] ^= 1 << place % 8
-        (folder / file).write_bytes(flipped)
-        with pytest.raises(ckpt.CheckpointError, match=file):
-            ckpt.verify(folder)
-        with pytest.raises(ckpt.CheckpointError, match=file):
-            ckpt.load(folder, state)
-    (folder / file).write_bytes(data)
-    ckpt.verify(folder)
-    ckpt.load(folder, state)
-
-
-def test_verify_names_the_damaged_tensors(tmp_path):
-    numel = BLOCK_BYTES // 4
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(numel)) for name in "abc"})
-    ckpt.save(tmp_path / "c", {"model": model})
-    path = tmp_path / "c" / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[2 * BLOCK_BYTES + 1000] ^= 4
-    path.write_bytes(data)
-    with pytest.raises(ckpt.CheckpointError) as caught:
-        ckpt.verify(tmp_path / "c")
-    assert str(caught.value).endswith("in ['model/b', 'model/c']")
-    with pytest.raises(ckpt.CheckpointError, match="block 2"):
-        ckpt.load(tmp_path / "c", {"model": model})
-
-
-def test_f_152_a_file_cut_short_is_named_with_both_sizes(tmp_path):
-    folder, state = _saved(tmp_path)
-    path = folder / "model.safetensors"
-    data = path.read_bytes()
-    for cut in (0, 1, len(data) - 1):
-        path.write_bytes(data[:cut])
-        message = f"model.safetensors has {cut} bytes, {len(data)} were written"
-        for read in (ckpt.verify, lambda folder: ckpt.load(folder, state)):
-            with pytest.raises(ckpt.CheckpointError, match=message):
-                read(folder)
-    path.unlink()
-    with pytest.raises(ckpt.CheckpointError, match="model.safetensors is missing"):
-        ckpt.load(folder, state)
-    (folder / "manifest.json").unlink()
-    with pytest.raises(ckpt.CheckpointError, match="has no manifest.json"):
-        ckpt.load(folder, state)
-
-
-def test_slices_are_those_of_the_whole(tmp_path):
-    whole = torch.arange(4 * 6 * 5, dtype=torch.int16).view(4, 6, 5)
-    ckpt.save(tmp_path / "c", {"x": whole, "scalar": torch.tensor(3)})
-    stored = Stored(LocalPlace(tmp_path / "c")).tensors
-    x = stored["x/x"]
-    assert x.get_shape() == [4, 6, 5]
-    for index in (
-        (slice(1, 3), slice(0, 6), slice(0, 5)),
-        (slice(0, 4), slice(2, 5), slice(1, 2)),
-        (slice(2, 2), slice(0, 6), slice(0, 5)),
-        (slice(1, 2),),
-        ...,
-    ):
-        assert torch.equal(x[index], whole[index])
-    assert stored["scalar/scalar"][...] == 3
 
 
 def _filled(stored, targets):
@@ -142,3 +69,23 @@ def test_a_block_whose_bytes_no_tensor_has_is_checked(tmp_path):
         record.xxh3_128[1] = "0" * 32
         with pytest.raises(ckpt.CheckpointError, match="block 1"):
             stored.check_rest()
+
+
+def test_damage_in_any_part_of_a_block_is_found(tmp_path):
+    ckpt.save(tmp_path / "c", {"x": torch.randn(3000)})
+    path = tmp_path / "c" / "x.safetensors"
+    data = bytearray(path.read_bytes())
+    stored = Stored(LocalPlace(tmp_path / "c"))
+    for place in range(0, len(data), 997):
+        data[place] ^= 16
+        path.write_bytes(data)
+        for targets in ([(1000, 10)], [(8 * n, 3) for n in range(200)]):
+            with pytest.raises(ckpt.CheckpointError, match=r"damaged: block 0 \(from byte 0\)"):
+                _filled(stored, targets)
+        assert stored.damaged_blocks("x.safetensors") == [0]
+        data[place] ^= 16
+    path.write_bytes(data)
+    assert stored.damaged_blocks("x.safetensors") == []
+    path.write_bytes(data[:-1])
+    with pytest.raises(ckpt.CheckpointError, match="ends before byte"):
+        stored.bytes_of("x.safetensors", 5, 7)

@@ -1,10 +1,19 @@
-"""What is written tensor by tensor, the safetensors library reads."""
+"""What is written tensor by tensor, the safetensors library reads; headers are not believed."""
 
+import json
+
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megablocks_core.files.safetensors import DTYPE_CODES, SafetensorsWriter, layout
+from megablocks_core.files.safetensors import (
+    DTYPE_CODES,
+    Entry,
+    SafetensorsWriter,
+    layout,
+    read_header,
+)
 from megablocks_core.groups import Whole
 
 
@@ -34,3 +43,60 @@ def test_safetensors_reads_every_dtype(tmp_path):
         assert planned.offsets[name] % tensor.dtype.itemsize == 0
     with safe_open(tmp_path / "f", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def _file(header, data=b"", length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def _read(data):
+    return read_header(lambda start, stop: data[start:stop], len(data))
+
+
+def test_a_header_is_read():
+    wholes = [Whole("a", (2, 3), torch.float32), Whole("b", (), torch.bool)]
+    wholes += [Whole("empty", (0, 5), torch.uint8)]
+    planned = layout(wholes, {"format": "pt"})
+    data = planned.header + bytes(planned.size - len(planned.header))
+    assert _read(data) == {
+        "a": Entry("F32", (2, 3), planned.offsets["a"]),
+        "b": Entry("BOOL", (), planned.offsets["b"]),
+        "empty": Entry("U8", (0, 5), planned.offsets["empty"]),
+    }
+    assert _read(_file({})) == {}
+
+
+_GOOD = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "cannot be in a file of 0"),
+        (b"1234567", "cannot be in a file of 7"),
+        (_file({}, length=0), "a header of 0 bytes cannot be"),
+        (_file({}, length=3), "a header of 3 bytes cannot be in a file of 10"),
+        (_file({}, length=2**63), "cannot be in a file"),
+        (_file(b"{]"), "is not JSON"),
+        (_file(b"\xff\xff"), "is not JSON"),
+        (_file(b"[" * 10**5), "is not JSON"),
+        (_file([1]), "is not an object"),
+        (_file({"a": 1}), "entry of 'a' cannot be: 1"),
+        (_file({"a": _GOOD | {"dtype": "U9"}}, b"12"), "entry of 'a' cannot be"),
+        (_file({"a": _GOOD | {"dtype": ["U8"]}}, b"12"), "entry of 'a' cannot be"),
+        (_file({"a": _GOOD | {"shape": [-2]}}, b"12"), "entry of 'a' cannot be"),
+        (_file({"a": _GOOD | {"shape": [2.0]}}, b"12"), "entry of 'a' cannot be"),
+        (_file({"a": _GOOD | {"shape": [2**62, 2**62]}}, b"12"), "entry of 'a' cannot be"),
+        (_file({"a": _GOOD | {"data_offsets": [2, 0]}}, b"12"), "entry of 'a' cannot be"),
+        (_file({"a": _GOOD | {"data_offsets": [0, 2, 4]}}, b"12"), "entry of 'a' cannot be"),
+        (_file({"a": _GOOD | {"data_offsets": [True, 3]}}, b"12"), "entry of 'a' cannot be"),
+        (_file({"a": _GOOD | {"data_offsets": [10**12, 10**12 + 2]}}, b"12"), "must begin at 0"),
+        (_file({"a": _GOOD, "b": _GOOD}, b"12"), "'b' must begin at 2, not at 0"),
+        (_file({"a": _GOOD}, b"1"), "fill 2 bytes of 1"),
+        (_file({"a": _GOOD}, b"123"), "fill 2 bytes of 3"),
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        _read(data)
