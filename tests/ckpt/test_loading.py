@@ -5,11 +5,12 @@ import torch
 from torch import nn
 
 from megablocks_core import ckpt
-from megablocks_core.groups import Mesh
+from megablocks_core.ckpt.local_place import LocalSource
+from megablocks_core.groups import LOCAL, Mesh, ShardSpec, mark
 from megablocks_core.testing import ranks
 
 
-def test_f_161_missing_unexpected_and_misshaped_names_are_listed(tmp_path):
+def test_f161_missing_unexpected_and_misshaped_names_are_listed(tmp_path):
     ckpt.save(tmp_path / "c", {"a": torch.ones(2), "b": torch.ones(3)})
     state = {"a": torch.zeros(2), "c": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"lacks c; state lacks b$"):
@@ -31,7 +32,7 @@ def test_a_model_of_another_size_names_three_tensors(tmp_path):
         ckpt.load(tmp_path / "c", {"model": wider})
 
 
-def test_f_161_inside_a_module_too(tmp_path):
+def test_f161_inside_a_module_too(tmp_path):
     ckpt.save(tmp_path / "c", {"model": nn.Linear(2, 3)})
     layer = nn.Linear(2, 3, bias=False)
     net, before = nn.Sequential(layer), layer.weight.detach().clone()
@@ -107,6 +108,92 @@ def test_damage_that_one_rank_reads_raises_on_all(tmp_path):
     state = {"y": torch.zeros(2)} | ({"x": torch.zeros(9)} if world.rank == 1 else {})
     with pytest.raises(ckpt.CheckpointError, match="x.safetensors is damaged: block 0"):
         ckpt.load(tmp_path / "c", state, group=world, strict=False)
+
+
+@ranks(4)
+def test_every_byte_is_read_once_in_the_group(tmp_path):
+    """Saved at tp 2 with replicas, loaded at tp 4 by columns: each block by one rank."""
+    world, pair = Mesh().group("dp"), Mesh(tp=2).group("tp")
+    whole = torch.arange(2.0**21).view(1024, 2048)
+    ckpt.save(tmp_path / "c", {"model": _cut(whole, 0, pair)}, group=world)
+    sizes = [path.stat().st_size for path in (tmp_path / "c").glob("*.safetensors")]
+    net, read, real = _cut(torch.zeros_like(whole), 1, world), [], LocalSource.read
+    try:
+        LocalSource.read = lambda self, parts, offset: (
+            read.extend(part.nbytes for part in parts),
+            real(self, parts, offset),
+        )[1]
+        ckpt.load(tmp_path / "c", {"model": net}, group=world)
+    finally:
+        LocalSource.read = real
+    assert sum(sum(one) for one in world.all_gather_object(read)) == sum(sizes)
+    assert torch.equal(net.a, whole[:, 512 * world.rank :][:, :512])
+
+
+def _cut(whole, dim, group):
+    net = nn.Module()
+    net.a = nn.Parameter(whole.tensor_split(group.size, dim)[group.rank].clone())
+    mark(net, "a", ShardSpec(dim, group))
+    return net
+
+
+@ranks(1, 2)
+def test_f161_what_is_missing_on_any_rank_is_told_to_all(tmp_path):
+    world = Mesh().group("dp")
+    ckpt.save(tmp_path / "c", {"a": torch.ones(2), "b": torch.ones(3), "n": 1}, group=world)
+    mine = {"a": torch.zeros(2)} if world.rank == 0 else {"b": torch.zeros(3), "c": torch.ones(1)}
+    with pytest.raises(ValueError, match="lacks c" if world.size == 2 else "state lacks b, n"):
+        ckpt.load(tmp_path / "c", mine, group=world)
+    assert not any(value.sum() for name, value in mine.items() if name != "c")
+    report = ckpt.load(tmp_path / "c", mine, group=world, strict=False)
+    assert report == ((["c"], ["n"]) if world.size == 2 else ([], ["b", "n"]))
+    assert all(value.sum() for value in mine.values())
+
+
+@ranks(1, 2)
+def test_a_cast_by_policy_rounds_as_torch_does(tmp_path):
+    world = Mesh().group("dp")
+    net = nn.Linear(5, 4)
+    whole = {name: one.detach().clone() for name, one in net.named_parameters()}
+    ckpt.save(tmp_path / "c", {"model": net}, group=world)
+    half = _cut(torch.zeros(4, 5, dtype=torch.bfloat16), 1, LOCAL)
+    half.weight, half.bias = half.a, nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    del half.a
+    cast = {torch.float32: torch.bfloat16}
+    with pytest.raises(ValueError, match=r"model/weight has dtype torch.bfloat16, saved with"):
+        ckpt.load(
+            tmp_path / "c", {"model": half}, group=world, cast={torch.bfloat16: torch.float32}
+        )
+    ckpt.load(tmp_path / "c", {"model": half}, group=world, cast=cast)
+    for name, one in half.named_parameters():
+        assert torch.equal(one, whole[name].bfloat16())
+    with pytest.raises(ValueError, match="must be from and to floating-point dtypes"):
+        ckpt.load(tmp_path / "c", {"model": half}, group=world, cast={torch.float32: torch.int8})
+
+
+def test_a_step_may_be_an_int_as_older_optimizers_kept_it(tmp_path):
+    net = nn.Linear(2, 2, bias=False)
+    adam = torch.optim.Adam(net.parameters())
+    moment = torch.ones(2, 2)
+    adam.state[net.weight] = {"step": 7, "exp_avg": moment, "exp_avg_sq": moment}
+    ckpt.save(tmp_path / "c", {"model": net, "adam": adam})
+    fresh = torch.optim.Adam(net.parameters())
+    ckpt.load(tmp_path / "c", {"model": net, "adam": fresh})
+    assert torch.equal(fresh.state[net.weight]["exp_avg"], moment)
+    assert fresh.state[net.weight]["step"] == 7
+    net.weight.grad = torch.zeros(2, 2)
+    fresh.step()
+    assert fresh.state[net.weight]["step"] == 8
+
+
+def test_state_of_a_generator_is_a_tensor(tmp_path):
+    generator = torch.Generator().manual_seed(5)
+    ckpt.save(tmp_path / "c", {"dice": generator.get_state(), "nothing": torch.zeros(0, 3)})
+    expected = torch.rand(3, generator=generator)
+    state = {"dice": torch.Generator().get_state(), "nothing": torch.zeros(0, 3)}
+    ckpt.load(tmp_path / "c", state)
+    generator.set_state(state["dice"])
+    assert torch.equal(torch.rand(3, generator=generator), expected)
 
 
 @ranks(2)

@@ -119,7 +119,7 @@ def test_random_layouts_on_many_ranks(num_ranks):
         _check(held, 64)
 
 
-def test_f_160_one_writer_for_replicas_slices_and_experts():
+def test_f160_one_writer_for_replicas_slices_and_experts():
     """dp 2 x tp 2: a replicated norm, a weight cut over tp, experts cut over dp."""
     rows = [(slice(0, 4), slice(0, 6)), (slice(4, 8), slice(0, 6))]
     held = [
@@ -144,7 +144,7 @@ def test_f_160_one_writer_for_replicas_slices_and_experts():
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_f_160_elements_that_no_rank_holds_are_refused(whole):
+def test_f160_elements_that_no_rank_holds_are_refused(whole):
     held = [
         [Outline("m/weight", torch.float32, (8,), [(slice(3 * rank, 3 * rank + 3),)], whole)]
         for rank in range(2)

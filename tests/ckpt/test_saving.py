@@ -77,7 +77,7 @@ def _assert_same(net, expected):
 
 
 @ranks(1, 2, 4)
-def test_f_165_any_layout_resumes_any_other(tmp_path):
+def test_f165_any_layout_resumes_any_other(tmp_path):
     size = dist.get_world_size()
     world = Mesh().group("dp")
     mesh = Mesh(tp=max(size // 2, 1))
@@ -230,8 +230,43 @@ def test_what_differs_between_ranks_is_refused(tmp_path):
     ckpt.save(tmp_path / "a", {"nan": float("nan"), "x": torch.tensor([torch.nan])}, group=world)
 
 
+@ranks(4)
+def test_replicas_of_a_slice_that_differ_are_named(tmp_path):
+    world, tp = Mesh().group("dp"), Mesh(tp=2).group("tp")
+    net, adam = _build(tp, steps=1)
+    for tensor, name in (
+        (net.packed, "model/packed"),
+        (adam.state[net.rows]["exp_avg"], "exp_avg"),
+    ):
+        if world.rank == 3:
+            tensor.data.view(-1)[-1] += 1
+        with pytest.raises(ValueError, match=f"1 tensors differ: .*{name} on ranks 1 and 3"):
+            ckpt.save(tmp_path / "a", {"model": net, "optimizer": adam}, group=world)
+        if world.rank == 3:
+            tensor.data.view(-1)[-1] -= 1
+    assert not any(tmp_path.iterdir())
+
+
 @ranks(2)
-def test_f_155_a_failing_rank_raises_on_all_and_nothing_is_lost(tmp_path):
+def test_ranks_that_disagree_on_what_there_is_are_refused(tmp_path):
+    world = Mesh().group("dp")
+    with pytest.raises(ValueError, match="path must be the same on all ranks"):
+        ckpt.save(tmp_path / str(world.rank) / "a", {"step": 1}, group=world)
+    with pytest.raises(ValueError, match="ranks disagree on x/x: shape"):
+        ckpt.save(tmp_path / "a", {"x": torch.ones(2 + world.rank)}, group=world)
+    uncovered = nn.Module()
+    uncovered.a = nn.Parameter(torch.zeros(2))
+    if world.rank == 0:
+        mark(uncovered, "a", ShardSpec(0, world))
+    with pytest.raises(ValueError, match="ranks disagree on model/a: shape"):
+        ckpt.save(tmp_path / "a", {"model": uncovered}, group=world)
+    with pytest.raises(ValueError, match="rank 1 has|differs"):
+        ckpt.save(tmp_path / "a", {"model": uncovered if world.rank else 1}, group=world)
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+@ranks(2)
+def test_f155_a_failing_rank_raises_on_all_and_nothing_is_lost(tmp_path):
     world = Mesh().group("dp")
     net, adam = _build(world, steps=1)
     ckpt.save(tmp_path / "step-1", {"model": net}, group=world)

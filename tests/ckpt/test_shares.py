@@ -119,7 +119,7 @@ def test_fsdp_inside_marks():
 
 
 @ranks(1, 2, 4)
-def test_f_164_a_stack_comes_apart_by_the_global_number_of_the_expert():
+def test_f164_a_stack_comes_apart_by_the_global_number_of_the_expert():
     ep = Group.of(dist.group.WORLD) if dist.get_world_size() > 1 else LOCAL
     whole = _numbers((8, 3, 2))
     specs = Specs((ShardSpec(0, ep),), each="experts.{}.up.weight", expert=True)
@@ -171,7 +171,7 @@ def test_flat_ranges_of_any_cut(data):
     assert found.layout.covered and found.layout.copies.max() == 1
 
 
-def test_f_157_padding_past_the_end_is_clipped():
+def test_f157_padding_past_the_end_is_clipped():
     for flat, held in (((10, 18), [slice(10, 12)]), ((12, 20), []), ((0, 8), [slice(0, 8)])):
         (share,) = flat_shares(
             NAME, torch.arange(8.0) + flat[0], flat, (), local_shape=(12,), group=LOCAL
@@ -183,7 +183,7 @@ def test_f_157_padding_past_the_end_is_clipped():
 @pytest.mark.parametrize(
     ("flat", "length"), [((10, 18), 2), ((0, 4), 5), ((-1, 3), 4), ((5, 4), 0), ((0, 4), (2, 2))]
 )
-def test_f_156_a_range_that_its_tensor_does_not_have_is_refused(flat, length):
+def test_f156_a_range_that_its_tensor_does_not_have_is_refused(flat, length):
     with pytest.raises(ValueError, match=r"model/a: flat=.* must be a range of"):
         flat_shares(NAME, torch.zeros(length), flat, (), local_shape=(12,), group=LOCAL)
 
