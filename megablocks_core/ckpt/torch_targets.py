@@ -159,16 +159,14 @@ class TorchTarget:
     def _tensor(self, owner: Owner, field: str, stored: StoredAs) -> Tensor:
         """The optimizer's own tensor if it is as the saved one, else a new one."""
         dtype, parameter = DTYPES[stored.dtype], owner.parameter
-        if not stored.shape:
-            tensor = torch.empty((), dtype=dtype)
-        elif stored.shape == owner.shape:
-            tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        else:
-            tensor = torch.empty(stored.shape, dtype=dtype, device=parameter.device)
+        is_alike = bool(stored.shape) and stored.shape == owner.shape
+        shape = tuple(parameter.shape) if is_alike else stored.shape
         own = self._optimizer.state.get(parameter, {}).get(field)
-        if isinstance(own, Tensor) and (own.shape, own.dtype) == (tensor.shape, tensor.dtype):
+        if isinstance(own, Tensor) and (tuple(own.shape), own.dtype) == (shape, dtype):
             return own
-        return tensor
+        if is_alike:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype, device=parameter.device if shape else "cpu")
 
 
 def _by_parameter(entry: str, manifest: Manifest) -> dict[str, dict[str, StoredAs]]:
