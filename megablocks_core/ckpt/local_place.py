@@ -144,6 +144,9 @@ class LocalSink:
 class LocalSource:
     """A ``Source``."""
 
+    # What was read is hashed next: it should still be in a core's cache.
+    step = 2**19
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

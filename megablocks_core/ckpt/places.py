@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megablocks_core.ckpt.local_place import LocalPlace
+from megablocks_core.ckpt.store_place import StorePlace
+
 # At most this many pieces of memory go into one call; the system's limit is 1,024.
 MOST_PARTS = 64
 
@@ -33,6 +36,11 @@ class Sink(Protocol):
 
 class Source(Protocol):
     """A file; threads may read different parts of it at once."""
+
+    @property
+    def step(self) -> int:
+        """How many bytes are best asked for at once."""
+        ...
 
     def read(self, parts: Sequence[memoryview], offset: int) -> None:
         """Fill ``parts`` one after the other with the bytes from ``offset`` on.
@@ -138,10 +146,6 @@ def place_of(path: str | os.PathLike[str]) -> Place:
     Raises:
         ModuleNotFoundError: fsspec, or what it needs for this kind of URL, is not installed.
     """
-    # Only what is asked for is loaded: no fsspec for a folder.
-    from megablocks_core.ckpt.local_place import LocalPlace
-    from megablocks_core.ckpt.store_place import StorePlace
-
     if is_url(path):
         return StorePlace.of(str(path))
     return LocalPlace(Path(path).absolute())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from megablocks_core.ckpt.manifest import MANIFEST
+from megablocks_core.ckpt.manifest import BLOCK_BYTES, MANIFEST
 
 _MARK = ".partial"
 
@@ -210,6 +210,8 @@ class StoreSink:
 
 class StoreSource:
     """A ``Source`` that asks for ranges."""
+
+    step = BLOCK_BYTES
 
     def __init__(self, system: Any, path: str) -> None:
         self._system, self._path = system, path

@@ -70,25 +70,26 @@ class Stored:
                 if end > chunk.offset:
                     held[chunk.file].update(range(first, (end - 1) // BLOCK_BYTES + 1))
         for file, record in self.manifest.files.items():
-            rest = set(range(len(record.xxh3_128))) - held[file]
-            memory = _memory(min(BLOCK_BYTES, record.size))
-            for index in sorted(rest):
-                length = min(BLOCK_BYTES, record.size - index * BLOCK_BYTES)
-                self.fill(file, [Target(index * BLOCK_BYTES, memory[:length])])
+            for index in sorted(set(range(len(record.xxh3_128))) - held[file]):
+                start = index * BLOCK_BYTES
+                self.bytes_of(file, start, min(start + BLOCK_BYTES, record.size))
 
     def damaged_blocks(self, file: str) -> list[int]:
         """Every block of a file that is not what was written."""
-        record = self.manifest.files[file]
-        memory, damaged = _memory(min(BLOCK_BYTES, record.size)), []
-        for index in range(len(record.xxh3_128)):
-            length = min(BLOCK_BYTES, record.size - index * BLOCK_BYTES)
-            try:
-                self.fill(file, [Target(index * BLOCK_BYTES, memory[:length])])
-            except CheckpointError:
-                damaged.append(index)
-        return damaged
+        blocks = range(len(self.manifest.files[file].xxh3_128))
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-read") as pool:
+            good = list(pool.map(lambda index: self._is_good(file, index), blocks))
+        return [index for index in blocks if not good[index]]
 
-    def bytes_of(self, file: str, start: int, stop: int) -> bytes:
+    def _is_good(self, file: str, index: int) -> bool:
+        start, size = index * BLOCK_BYTES, self.manifest.files[file].size
+        try:
+            self.bytes_of(file, start, min(start + BLOCK_BYTES, size))
+        except CheckpointError:
+            return False
+        return True
+
+    def bytes_of(self, file: str, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) of a file.
 
         Raises:
@@ -96,7 +97,7 @@ class Stored:
         """
         memory = _memory(stop - start)
         self.fill(file, [Target(start, memory)])
-        return bytes(memory)
+        return memory
 
     def path(self, file: str) -> str:
         """What to call a file in an error."""
@@ -106,13 +107,15 @@ class Stored:
         parts = block.parts
         if len(parts) > MOST_PARTS:
             parts = [_memory(sum(part.nbytes for part in parts))]
-        try:
-            source.read(parts, block.index * BLOCK_BYTES)
-        except EOFError as error:
-            raise CheckpointError(str(error)) from error
-        digest = xxhash.xxh3_128()
-        for part in parts:
-            digest.update(part)
+        digest, offset = xxhash.xxh3_128(), block.index * BLOCK_BYTES
+        for piece in _pieces(parts, source.step):
+            try:
+                source.read(piece, offset)
+            except EOFError as error:
+                raise CheckpointError(str(error)) from error
+            for part in piece:
+                digest.update(part)
+                offset += part.nbytes
         if digest.hexdigest() != self.manifest.files[file].xxh3_128[block.index]:
             raise CheckpointError(
                 f"{self.path(file)} is damaged: block {block.index} (from byte "
@@ -150,6 +153,21 @@ def _blocks(targets: Sequence[Target], size: int) -> Iterator[_Block]:
             filled, memory = offset, memory[part.nbytes :]
     if parts:
         yield _full_block(index, parts, filled, size)
+
+
+def _pieces(parts: Sequence[memoryview], step: int) -> Iterator[list[memoryview]]:
+    """``parts``, cut where they reach multiples of ``step`` bytes."""
+    piece, size = [], 0
+    for part in parts:
+        while part.nbytes:
+            piece.append(part[: step - size])
+            size += piece[-1].nbytes
+            part = part[piece[-1].nbytes :]
+            if size == step:
+                yield piece
+                piece, size = [], 0
+    if piece:
+        yield piece
 
 
 def _full_block(index: int, parts: list[memoryview], filled: int, size: int) -> _Block:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -33,7 +34,8 @@ def write(descriptor: int, parts: Sequence[memoryview], offset: int) -> None:
 def begin_sync(descriptor: int, offset: int, length: int) -> None:
     """Have the system begin to make a range durable, where it can be told to; waits for nothing."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # a hint; what fails for good, ``sync`` will say
+            os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def sync(descriptor: int) -> None:

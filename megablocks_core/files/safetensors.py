@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ def _span(name: str, one: Any) -> tuple[int, int]:
     raise ValueError(f"the header's entry of {name!r} cannot be: {str(one)[:99]}")
 
 
-def _are_lengths(value: Any) -> bool:
+def _are_lengths(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(one) is int and 0 <= one < 2**63 for one in value)
 
 

@@ -1,5 +1,8 @@
 """What threads write is a safetensors file, hashed block by block; an error of any is raised."""
 
+import time
+import weakref
+
 import pytest
 import torch
 import xxhash
@@ -110,3 +113,23 @@ def test_the_receipt_says_what_the_whole_is(tmp_path):
     assert receipt.tensors == {
         "e/x": StoredAs("BF16", (2, 3), [Chunk("f", offset, (0, 0), (2, 3))])
     }
+
+
+def test_a_tensor_is_let_go_once_it_is_written(tmp_path):
+    class Buffer(bytearray):
+        pass
+
+    buffer = Buffer(BLOCK_BYTES + 400)
+    gone = weakref.ref(buffer)
+    tensors = {"a": torch.frombuffer(buffer, dtype=torch.float32), "b": torch.ones(3)}
+    items = [_item(*one) for one in tensors.items()]
+    writer = Writer(LocalPlace(tmp_path), [FileToWrite("f", items)])
+    writer.add("f", "a", tensors.pop("a"))
+    del buffer
+    deadline = time.monotonic() + 20
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone() is None, "the part of a block that waits for the next tensor keeps this one"
+    writer.add("f", "b", tensors["b"])
+    writer.finish()
+    assert torch.equal(load_file(tmp_path / "f")["b"], tensors["b"])
