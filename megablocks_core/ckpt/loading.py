@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megablocks_core.ckpt.exchange import Exchange
 from megablocks_core.ckpt.load_plan import LoadRound, plan_load
@@ -133,7 +134,10 @@ class _Work:
     def _exchange(self, work: LoadRound) -> Exchange:
         """Read what this rank reads; ranks that need the same cuts share one message."""
         read = self._memory.read(work)
-        packages = {tuple(cuts): [read[cut] for cut in cuts] for cuts in work.outgoing.values()}
+        packages: dict[tuple[int, ...], list[Tensor]] = {}
+        for cuts in map(tuple, work.outgoing.values()):
+            if cuts not in packages:
+                packages[cuts] = [read.value(number) for number in cuts]
         outgoing = {peer: packages[tuple(cuts)] for peer, cuts in work.outgoing.items()}
         incoming = {
             peer: [self._memory.arriving(name, box) for name, box in boxes]

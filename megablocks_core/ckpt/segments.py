@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,18 @@ from megablocks_core.ckpt.shares import Share
 from megablocks_core.ckpt.stored import Stored, Target
 from megablocks_core.groups import as_bytes
 from megablocks_core.groups.cuts import Box
+
+
+class Runs(NamedTuple):
+    """What was read in one round: the elements of each segment, as saved."""
+
+    work: LoadRound
+    runs: list[Tensor]
+
+    def value(self, number: int) -> Tensor:
+        """The elements of one cut."""
+        cut = self.work.cuts[number]
+        return _value(cut, self.work.segments[cut.segment], self.runs[cut.segment])
 
 
 class Memory:
@@ -31,13 +44,10 @@ class Memory:
         # What arrives in its saved dtype, to be cast: (memory of its own, where it belongs).
         self._to_cast: list[tuple[Tensor, Tensor]] = []
 
-    def read(self, work: LoadRound) -> list[Tensor]:
+    def read(self, work: LoadRound) -> Runs:
         """Read the segments of a round and fill this rank's tensors from them.
 
         A segment goes straight to the tensor that wants it if it lies there in one run.
-
-        Returns:
-            The values of each cut, as saved.
 
         Raises:
             CheckpointError: A block is not what was written.
@@ -55,13 +65,13 @@ class Memory:
             files.setdefault(segment.chunk.file, []).append(target)
         for file, targets in files.items():
             self._stored.fill(file, sorted(targets, key=lambda target: target.offset))
-        values = [_value(cut, work.segments[cut.segment], runs[cut.segment]) for cut in work.cuts]
+        read = Runs(work, runs)
         for number in work.own:
             cut = work.cuts[number]
             if not straight[cut.segment]:
                 share = self._shares[work.segments[cut.segment].name]
-                share.view(cut.box).copy_(values[number])
-        return values
+                share.view(cut.box).copy_(read.value(number))
+        return read
 
     def arriving(self, name: str, box: Box) -> Tensor:
         """Memory for what another rank sends, in the saved dtype; ``settle`` once it is there."""

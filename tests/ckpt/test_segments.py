@@ -30,8 +30,10 @@ def _load(share, values):
     stored = _Stored("a", values)
     wanted = holdings([pack([share.outline])])
     (work,) = plan_load(wanted, stored.tensors, 0, num_ranks=1)
-    cuts = Memory(stored, [share]).read(work)
-    return cuts, [memory for _, memory in stored.targets]
+    read = Memory(stored, [share]).read(work)
+    return [read.value(number) for number in range(len(work.cuts))], [
+        memory for _, memory in stored.targets
+    ]
 
 
 VALUES = torch.arange(24.0).view(4, 6)
