@@ -88,7 +88,8 @@ def write_latest(root: Place, name: str, digest: str) -> None:
 def newest_time(root: Place) -> int:
     """Time of the checkpoint that ``LATEST`` names, 0 if it names none."""
     try:
-        return read_manifest(root.child(_read_latest(root)[0])).saved_unix_ns
+        folder = root.child(_read_latest(root)[0])
+        return read_manifest(folder, tensors=False).saved_unix_ns
     except (CheckpointError, OSError):
         return 0
 
@@ -122,7 +123,7 @@ def survey(root: Place) -> Survey:
     for name in sorted({*folders, *(named or [])[:1]}):
         folder = root.child(name)
         try:
-            manifest = read_manifest(folder)
+            manifest = read_manifest(folder, tensors=False)
             check_sizes(folder, manifest)
             found.append((manifest.saved_unix_ns, name, manifest.digest))
         except CheckpointError as error:

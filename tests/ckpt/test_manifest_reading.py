@@ -48,6 +48,12 @@ def test_round_trip(tmp_path):
     assert read_manifest(LocalPlace(tmp_path)) == manifest
 
 
+def test_tensors_can_be_left_out():
+    whole, rest = (parse_manifest(_signed(_body()), "m", tensors=tensors) for tensors in (1, 0))
+    assert whole.tensors and not rest.tensors
+    assert (rest.files, rest.state, rest.digest) == (whole.files, whole.state, whole.digest)
+
+
 def test_version_1_is_read():
     body = _body() | {"version": 1}
     whole = {"file": "f", "offset": 64, "length": 32}

@@ -2,12 +2,15 @@
 
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megablocks_core import ckpt
+from megablocks_core.ckpt.manifest_reading import read_manifest
+from megablocks_core.ckpt.places import place_of
 from megablocks_core.groups import Mesh
 from megablocks_core.testing import ranks
 
@@ -140,3 +143,16 @@ def test_a_cast_is_handed_on(tmp_path):
         ckpt.load_latest(tmp_path, state)
     assert ckpt.load_latest(tmp_path, state, cast={torch.float32: torch.bfloat16})
     assert state["x"].sum() == 3
+
+
+def test_a_manifest_that_cannot_be_is_passed_over(tmp_path):
+    """Its hash is right, so that only a load sees it."""
+    _steps(tmp_path, 1, 2)
+    place = place_of(tmp_path / "step-2")
+    manifest = read_manifest(place)
+    stored = manifest.tensors["x/x"]
+    manifest.tensors["x/x"] = replace(stored, shape=(6,))
+    place.replace("manifest.json", manifest.text().encode())
+    (tmp_path / "LATEST").write_text(f"{manifest.digest} step-2\n")
+    with pytest.warns(match="says what cannot be"):
+        assert _load(tmp_path) == "step-1"
