@@ -13,14 +13,8 @@ from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.groups.messages import finish_all_gather, start_all_gather
-from megablocks_core.parallel.head_gradients import (
-    Gradients,
-    Head,
-    HeadGradients,
-    Wanted,
-    product,
-    stays_narrow,
-)
+from megablocks_core.parallel.head_gradients import Gradients, Head, HeadGradients, Wanted
+from megablocks_core.parallel.head_products import Products, stays_narrow
 from megablocks_core.parallel.token_chunks import Chunk
 from megablocks_core.parallel.vocabulary import Columns
 
@@ -66,10 +60,10 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
 def chunk_length(head: Head, columns: Columns, wide: torch.dtype, *, others: int = 0) -> int:
     """How many tokens to work on at a time.
 
-    Less where other things beside the logits take memory: slopes of bounded ones, the wide sum
-    of a narrow weight's gradient, and those ``others`` that the caller knows of.
+    Less where other things beside the logits take memory: slopes of bounded ones, and those
+    ``others`` that the caller knows of.
     """
-    things = 1 + others + (head.soft_cap is not None) + (head.weight.dtype != wide)
+    things = 1 + others + (head.soft_cap is not None)
     size = max(columns.widest * things, 1)
     if head.weight.device.type != "cpu":
         return max(1, _CHUNK_OF_DEVICE // size)
@@ -102,12 +96,14 @@ class HeadLogits:
             (width if kept else min(step, width)) * longest, dtype=wide, device=device
         )
         self._slopes = None if head.soft_cap is None else torch.empty_like(self._logits)
+        self.products = Products()
 
     def compute(self, block: slice, h_nH: Tensor) -> Tensor:
         """The logits [n b] of a block of columns."""
         weight, bias, soft_cap = self.head
         x_nb = self.of(block, len(h_nH))
-        product(h_nH, weight[block].t(), out=x_nb)
+        rows_bH = self.products.factor("rows", weight[block], h_nH.dtype)
+        self.products.put(x_nb, h_nH, rows_bH.t())
         if bias is not None:
             x_nb.add_(bias[block])
         if soft_cap is not None:
@@ -153,7 +149,14 @@ def run_chunks(
     head, cut = logits.head, group if sequence_parallel else LOCAL
     losses_N = torch.zeros_like(scale_N, dtype=logits.wide)
     sums = HeadGradients(
-        hidden_NH, head, logits.blocks, wanted, group=group, cut=cut, wide=logits.wide
+        hidden_NH,
+        head,
+        logits.blocks,
+        wanted,
+        products=logits.products,
+        group=group,
+        cut=cut,
+        wide=logits.wide,
     )
     for chunk, h_nH in _hidden_chunks(hidden_NH, chunks, cut, logits.wide):
         criterion, scale_n = criterion_of(chunk), scale_N[chunk.places].to(logits.wide)

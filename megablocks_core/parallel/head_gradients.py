@@ -15,6 +15,7 @@ from megablocks_core.groups.messages import (
     start_reduce_scatter,
     wait,
 )
+from megablocks_core.parallel.head_products import Products
 from megablocks_core.parallel.token_chunks import Chunk
 
 # Elements of a weight's gradient in one allocation, where it is rounded at the end: each goes
@@ -63,14 +64,15 @@ class HeadGradients:
         blocks: list[slice],
         wanted: Wanted,
         *,
+        products: Products,
         group: Group,
         cut: Group,
         wide: torch.dtype,
     ) -> None:
         self.weight, self.bias, _ = head
-        self.group, self.cut, self.wide = group, cut, wide
+        self.products, self.group, self.cut, self.wide = products, group, cut, wide
         self.hidden = hidden_NH.new_zeros(hidden_NH.shape) if wanted.hidden else None
-        self.dweight = RowSums(self.weight, blocks, wide) if wanted.weight else None
+        self.dweight = RowSums(self.weight, blocks, products, wide) if wanted.weight else None
         self.dbias = None
         if wanted.bias and self.bias is not None:
             self.dbias = self.bias.new_zeros(self.bias.shape, dtype=self.wide)
@@ -84,12 +86,14 @@ class HeadGradients:
 
     def add(self, block: slice, dx_nb: Tensor) -> None:
         """Add what the gradient in a block of the chunk's logits makes."""
-        if self.hidden is not None:
-            add_product(self.dh_nH, dx_nb, self.weight[block])
-        if self.dweight is not None:
-            self.dweight.add(block, dx_nb.t(), self.h_nH)
         if self.dbias is not None:
             self.dbias[block] += dx_nb.sum(0)
+        factor_nb = self.products.factor("gradient", dx_nb, self.h_nH.dtype)
+        if self.hidden is not None:
+            rows_bH = self.products.factor("rows", self.weight[block], self.h_nH.dtype)
+            self.products.add(self.dh_nH, factor_nb, rows_bH)
+        if self.dweight is not None:
+            self.dweight.add(block, factor_nb.t(), self.h_nH)
 
     def end(self) -> None:
         """All blocks of the chunk have been added."""
@@ -130,8 +134,10 @@ class HeadGradients:
 class RowSums:
     """The gradient of a weight, block by block, summed in at least float32."""
 
-    def __init__(self, weight: Tensor, blocks: list[slice], wide: torch.dtype) -> None:
-        self.weight = weight
+    def __init__(
+        self, weight: Tensor, blocks: list[slice], products: Products, wide: torch.dtype
+    ) -> None:
+        self.weight, self.products = weight, products
         width, own, features = max(blocks[0].stop, 1), blocks[-1].stop, weight.shape[1]
         self.step = max(1, _PIECE // max(width * features, 1)) * width
         self.dtype = gradient_dtype(weight, wide)
@@ -150,7 +156,7 @@ class RowSums:
         start = block.start % self.step
         piece = self.pieces[block.start // self.step]
         rows = piece[start : start + block.stop - block.start]
-        add_product(rows, a, b, fresh=self.is_empty)
+        self.products.add(rows, a, b, fresh=self.is_empty)
 
     def rounded(self) -> Tensor:
         """The whole sum, rounded once; zeros in rows of no block."""
@@ -165,25 +171,3 @@ class RowSums:
             start += len(piece)
         result[start:] = 0.0
         return result
-
-
-def stays_narrow(x: Tensor) -> bool:
-    """Whether products take factors of 16 bits as they are, and still add up in float32."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-
-
-def product(a: Tensor, b: Tensor, *, out: Tensor) -> None:
-    """``a @ b``, in the dtype of ``out``."""
-    if stays_narrow(a):
-        out.copy_(torch.mm(a, b.to(a.dtype), out_dtype=out.dtype))
-    else:
-        torch.mm(a, b.to(out.dtype), out=out)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, *, fresh: bool = False) -> None:
-    """Add ``a @ b``, or put it there if nothing is yet."""
-    if not stays_narrow(b):
-        total.addmm_(a, b.to(total.dtype), beta=0.0 if fresh else 1.0)
-        return
-    added = torch.mm(a.to(b.dtype), b, out_dtype=total.dtype)
-    total.copy_(added) if fresh else total.add_(added)

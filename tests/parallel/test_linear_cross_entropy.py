@@ -17,6 +17,7 @@ from megablocks_core.parallel import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
     chunked_head,
+    head_products,
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
@@ -315,7 +316,8 @@ def test_bf16_is_float32_inside(reduction):
     group = _world()
     (hidden, weight, _), targets = _inputs(300, 64, dtype=torch.bfloat16)
     share, exact = _own(weight, group), [x.detach().double() for x in (hidden, weight)]
-    with _small_chunks(tokens=3, columns=50):
+    widen = patch.object(head_products, "_cpu_multiplies_bfloat16", return_value=False)
+    with _small_chunks(tokens=3, columns=50), widen:
         loss = linear_cross_entropy(hidden, share, targets, reduction=reduction, group=group)
         loss.sum().backward()
     right = _plain(*(x.requires_grad_() for x in exact), None, targets, reduction=reduction)
@@ -326,6 +328,26 @@ def test_bf16_is_float32_inside(reduction):
     for ours, theirs in ((hidden.grad, exact[0].grad), (share.grad, _own(exact[1].grad, group))):
         assert ours.dtype == torch.bfloat16
         assert_close(ours.double(), theirs.detach(), rtol=2**-8, atol=1e-6)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_where_bf16_is_multiplied_only_products_are_rounded(reduction):
+    group = _world()
+    (hidden, weight, _), targets = _inputs(300, 64, dtype=torch.bfloat16)
+    share = _own(weight, group)
+    narrow = patch.object(head_products, "_cpu_multiplies_bfloat16", return_value=True)
+    with _small_chunks(tokens=3, columns=50), narrow:
+        loss = linear_cross_entropy(hidden, share, targets, reduction=reduction, group=group)
+        loss.sum().backward()
+    exact = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+    logits = F.linear(*exact).double()  # rounded once, as the head's own layer does
+    right = F.cross_entropy(logits, targets, reduction=reduction)
+    right.sum().backward()
+    assert_close(loss.double(), right, rtol=1e-6, atol=1e-6)
+    for ours, theirs in ((hidden.grad, exact[0].grad), (share.grad, _own(exact[1].grad, group))):
+        distance = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        assert distance < 2**-7
 
 
 def test_a_head_of_another_dtype_and_layout():
