@@ -1,0 +1,71 @@
+"""What save and load send, counted, is what docs/traffic.md says."""
+
+import torch
+from torch import nn
+
+from megablocks_core import ckpt
+from megablocks_core.ckpt import exchange
+from megablocks_core.groups import Group, Mesh, ShardSpec, mark
+from megablocks_core.testing import ranks
+
+
+class _Counts:
+    """Counts small gathers and broadcasts, and bytes from rank to rank, while it is entered."""
+
+    def __enter__(self):
+        self.small = self.sent = self.rounds = 0
+        self._real = Group.all_gather_object, Group.broadcast_object, exchange.swap
+
+        def count(call):
+            def counted(group, *values):
+                self.small += 1
+                return call(group, *values)
+
+            return counted
+
+        def swap(outgoing, incoming, *, group):
+            self.rounds += 1
+            self.sent += sum(one.nbytes for one in outgoing.values())
+            return self._real[2](outgoing, incoming, group=group)
+
+        Group.all_gather_object, Group.broadcast_object = map(count, self._real[:2])
+        exchange.swap = swap
+        return self
+
+    def __exit__(self, *_):
+        Group.all_gather_object, Group.broadcast_object, exchange.swap = self._real
+
+
+def _net(dim, group, shape=(64, 1024)):
+    net = nn.Module()
+    for name in "abcd":
+        size = list(shape)
+        size[dim] //= group.size
+        setattr(net, name, nn.Parameter(torch.zeros(size)))
+        mark(net, name, ShardSpec(dim, group))
+    return net
+
+
+@ranks(2, 4)
+def test_messages_of_a_save_and_a_load(tmp_path):
+    world = Mesh().group("dp")
+    size = world.size
+    net, nbytes = _net(0, world), 4 * 64 * 1024 * 4
+    sgd = torch.optim.SGD(net.parameters(), momentum=0.9)
+    for one in net.parameters():
+        sgd.state[one] = {"momentum_buffer": torch.zeros_like(one)}
+    state = {"model": net, "optimizer": sgd, "step": 1}
+    with _Counts() as save:
+        ckpt.save(tmp_path / "a", state, group=world)
+    state["model"] = net = _net(1, world)
+    state["optimizer"] = torch.optim.SGD(net.parameters(), momentum=0.9)
+    with _Counts() as load:
+        ckpt.load(tmp_path / "a", state, group=world)
+    sent = [
+        sum(both) for both in zip(*world.all_gather_object((save.sent, load.sent)), strict=True)
+    ]
+    # Of what is brought together, a writer holds 1 / size itself. Blocks hold rows of all columns.
+    assert sent[0] == nbytes * (size - 1) / size
+    assert 0 < sent[1] <= 2 * nbytes * (size - 1) / size
+    assert (save.rounds, load.rounds) == (1, 1)
+    assert (save.small, load.small) == (1 + 13, 1 + 7)
