@@ -1,11 +1,15 @@
 """What save and load send, counted, is what docs/traffic.md says."""
 
+from contextlib import ExitStack
+from unittest.mock import patch
+
 import torch
 from torch import nn
 
 from megablocks_core import ckpt
 from megablocks_core.ckpt import exchange
 from megablocks_core.groups import Group, Mesh, ShardSpec, mark
+from megablocks_core.groups.swaps import swap
 from megablocks_core.testing import ranks
 
 
@@ -14,26 +18,27 @@ class _Counts:
 
     def __enter__(self):
         self.small = self.sent = self.rounds = 0
-        self._real = Group.all_gather_object, Group.broadcast_object, exchange.swap
-
-        def count(call):
-            def counted(group, *values):
-                self.small += 1
-                return call(group, *values)
-
-            return counted
-
-        def swap(outgoing, incoming, *, group):
-            self.rounds += 1
-            self.sent += sum(one.nbytes for one in outgoing.values())
-            return self._real[2](outgoing, incoming, group=group)
-
-        Group.all_gather_object, Group.broadcast_object = map(count, self._real[:2])
-        exchange.swap = swap
+        self._patches = ExitStack()
+        for name in ("all_gather_object", "broadcast_object"):
+            call = self._counted(getattr(Group, name))
+            self._patches.enter_context(patch.object(Group, name, call))
+        self._patches.enter_context(patch.object(exchange, "swap", self._swap))
         return self
 
     def __exit__(self, *_):
-        Group.all_gather_object, Group.broadcast_object, exchange.swap = self._real
+        self._patches.close()
+
+    def _counted(self, call):
+        def counted(group, *values):
+            self.small += 1
+            return call(group, *values)
+
+        return counted
+
+    def _swap(self, outgoing, incoming, *, group):
+        self.rounds += 1
+        self.sent += sum(one.nbytes for one in outgoing.values())
+        return swap(outgoing, incoming, group=group)
 
 
 def _net(dim, group, shape=(64, 1024)):
