@@ -146,6 +146,7 @@ class LocalSource:
 
     # What was read is hashed next: it should still be in a core's cache.
     step = 2**19
+    threads = 3
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -114,6 +114,8 @@ class _Reader:
             self.refuse(f"state[{name!r}] is {_short(one)}")
         if one["kind"] in ("json", "optimizer") and "value" not in one:
             self.refuse(f"state[{name!r}] has no value")
+        if one["kind"] == "optimizer" and not _is_optimizer(one["value"]):
+            self.refuse(f"state[{name!r}] is no optimizer's: {_short(one['value'])}")
         return one
 
     def file(self, name: str, one: Any) -> FileRecord:
@@ -208,6 +210,22 @@ def any_meet(boxes: list[tuple[slice, ...]]) -> bool:
                 return True
         open_boxes.append(box)
     return False
+
+
+def _is_optimizer(value: Any) -> bool:
+    """Whether a value has what a torch optimizer's, or a published one's, is taken apart by."""
+    if not isinstance(value, dict) or "values" in value:
+        return isinstance(value, dict)
+    groups, fields = value.get("param_groups"), value.get("state")
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, dict) for group in groups)
+        and all(isinstance(group.get("values"), dict) for group in groups)
+        and all(isinstance(group.get("names"), list) for group in groups)
+        and all(isinstance(name, str) for group in groups for name in group["names"])
+        and isinstance(fields, dict)
+        and all(isinstance(numbers, dict) for numbers in fields.values())
+    )
 
 
 def _short(value: Any) -> str:

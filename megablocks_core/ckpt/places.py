@@ -42,6 +42,11 @@ class Source(Protocol):
         """How many bytes are best asked for at once."""
         ...
 
+    @property
+    def threads(self) -> int:
+        """How many threads are best used to ask."""
+        ...
+
     def read(self, parts: Sequence[memoryview], offset: int) -> None:
         """Fill ``parts`` one after the other with the bytes from ``offset`` on.
 

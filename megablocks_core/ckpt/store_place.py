@@ -211,7 +211,8 @@ class StoreSink:
 class StoreSource:
     """A ``Source`` that asks for ranges."""
 
-    step = BLOCK_BYTES
+    # A store takes long to answer, and answers many at once.
+    step, threads = BLOCK_BYTES, 16
 
     def __init__(self, system: Any, path: str) -> None:
         self._system, self._path = system, path

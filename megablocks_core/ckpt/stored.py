@@ -14,7 +14,7 @@ from megablocks_core.ckpt.manifest import BLOCK_BYTES, CheckpointError, Manifest
 from megablocks_core.ckpt.manifest_reading import read_manifest
 from megablocks_core.ckpt.places import MOST_PARTS, Place, Source
 
-THREADS = 3
+VERIFYING_THREADS = 3
 
 
 class Target(NamedTuple):
@@ -54,7 +54,7 @@ class Stored:
             if len(blocks) == 1:
                 self._read(file, source, blocks[0])
                 return
-            with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-read") as pool:
+            with ThreadPoolExecutor(source.threads, thread_name_prefix="ckpt-read") as pool:
                 list(pool.map(lambda block: self._read(file, source, block), blocks))
 
     def check_rest(self) -> None:
@@ -72,29 +72,32 @@ class Stored:
         for file, record in self.manifest.files.items():
             for index in sorted(set(range(len(record.xxh3_128))) - held[file]):
                 start = index * BLOCK_BYTES
-                self.bytes_of(file, start, min(start + BLOCK_BYTES, record.size))
+                self._checked(file, start, min(start + BLOCK_BYTES, record.size))
 
     def damaged_blocks(self, file: str) -> list[int]:
         """Every block of a file that is not what was written."""
         blocks = range(len(self.manifest.files[file].xxh3_128))
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-read") as pool:
+        with ThreadPoolExecutor(VERIFYING_THREADS, thread_name_prefix="ckpt-read") as pool:
             good = list(pool.map(lambda index: self._is_good(file, index), blocks))
         return [index for index in blocks if not good[index]]
 
     def _is_good(self, file: str, index: int) -> bool:
         start, size = index * BLOCK_BYTES, self.manifest.files[file].size
         try:
-            self.bytes_of(file, start, min(start + BLOCK_BYTES, size))
+            self._checked(file, start, min(start + BLOCK_BYTES, size))
         except CheckpointError:
             return False
         return True
 
-    def bytes_of(self, file: str, start: int, stop: int) -> memoryview:
+    def bytes_of(self, file: str, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a file.
 
         Raises:
             CheckpointError: A block is not what was written.
         """
+        return bytes(self._checked(file, start, stop))
+
+    def _checked(self, file: str, start: int, stop: int) -> memoryview:
         memory = _memory(stop - start)
         self.fill(file, [Target(start, memory)])
         return memory

@@ -51,7 +51,7 @@ def _untruths(stored: Stored, file: str) -> list[str]:
     """Where a file's header and the manifest disagree."""
     size = stored.manifest.files[file].size
     try:
-        header = read_header(lambda *span: bytes(stored.bytes_of(file, *span)), size)
+        header = read_header(lambda start, stop: stored.bytes_of(file, start, stop), size)
     except ValueError as error:
         return [f"{stored.path(file)}: {error}"]
     says = Counter((one.dtype, one.shape, one.offset) for one in header.values())

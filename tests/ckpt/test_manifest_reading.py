@@ -82,6 +82,20 @@ _HOSTILE = [
     (("state",), [], "state is"),
     (("state", "a"), {"kind": "pickle"}, r"state\['a'\] is"),
     (("state", "step"), {"kind": "json"}, "has no value"),
+    *(
+        (("state", "a"), {"kind": "optimizer", "value": value}, "is no optimizer's")
+        for value in (
+            5,
+            {},
+            {"param_groups": {}, "state": {}},
+            {"param_groups": [1], "state": {}},
+            {"param_groups": [{"names": "ab", "values": {}}], "state": {}},
+            {"param_groups": [{"names": [1], "values": {}}], "state": {}},
+            {"param_groups": [{"names": ["a"], "values": 1}], "state": {}},
+            {"param_groups": [], "state": []},
+            {"param_groups": [], "state": {"a/x": 1}},
+        )
+    ),
     (("tensors",), None, "tensors is"),
     (("tensors", "a/x"), 5, "is 5"),
     (("tensors", "a/x", "dtype"), "F33", "has the dtype 'F33'"),
