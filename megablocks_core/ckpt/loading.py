@@ -64,7 +64,7 @@ def load(
     with together(task, group=group, raises=CheckpointError):
         check_cast(cast or {})
         place = place_of(path)
-        stored = Stored(place)
+        stored = Stored(place, sizes=group.rank == 0)
         if group.rank == 0:
             stored.check_rest()
     if len(set(group.all_gather_object(stored.manifest.digest))) > 1:

@@ -81,6 +81,10 @@ class LocalPlace:
         """Hide a folder and delete it."""
         remove(self.path / name)
 
+    def is_link(self, name: str) -> bool:
+        """Whether a name is a symbolic link."""
+        return (self.path / name).is_symlink()
+
     def is_there(self) -> bool:
         """Whether this machine sees the folder."""
         return self.path.is_dir()

@@ -134,7 +134,8 @@ def survey(root: Place) -> Survey:
         raise CheckpointError(f"{root} has the folders {folders} but no whole checkpoint: {faults}")
     if not found and root.size(LATEST) is not None:
         raise CheckpointError(f"{root.child(LATEST)} is there, but the checkpoint it names is not")
-    found.sort(reverse=True)
+    # Of copies and links, which are as new, the one that LATEST names.
+    found.sort(key=lambda one: (one[0], one[1:] == named, one[1]), reverse=True)
     if found:
         _, newest, digest = found[0]
         if named is None:

@@ -136,6 +136,10 @@ class Place(Protocol):
         """Delete a folder in this one, or a leftover; at no time is it there in part."""
         ...
 
+    def is_link(self, name: str) -> bool:
+        """Whether a folder is the link of one that lies elsewhere or has another name."""
+        ...
+
     def is_there(self) -> bool:
         """Whether this machine sees the folder."""
         ...

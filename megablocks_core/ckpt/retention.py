@@ -24,7 +24,8 @@ def prune(
     """Delete checkpoints under ``root`` that are not to be kept, oldest first.
 
     The newest whole checkpoint always stays, and so does every folder that is not a whole
-    checkpoint. A folder loses its name before its files go, so that no part of one is ever found.
+    checkpoint, and every link to one. A folder loses its name before its files go, so that no
+    part of one is ever found.
 
     Args:
         root: The folder of the checkpoints' folders.
@@ -64,7 +65,8 @@ def outdated(root: Place, keep_last: int | None, keep_every: int | None) -> list
     if keep_last is None and keep_every is None:
         return []
     found = []
-    for name in reversed(survey(root).whole[keep_last or 1 :]):
+    whole = [name for name in survey(root).whole if not root.is_link(name)]
+    for name in reversed(whole[keep_last or 1 :]):
         numbers = re.findall(r"\d+", name)
         if keep_every is None or (numbers and int(numbers[-1]) % keep_every):
             found.append(name)

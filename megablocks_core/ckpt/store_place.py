@@ -125,6 +125,10 @@ class StorePlace:
         with suppress(OSError):
             self._system.rmdir(self._path)
 
+    def is_link(self, name: str) -> bool:
+        """A store has no links."""
+        return False
+
     def is_there(self) -> bool:
         """A store has every folder."""
         return True

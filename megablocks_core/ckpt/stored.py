@@ -27,6 +27,10 @@ class Target(NamedTuple):
 class Stored:
     """A checkpoint on disk, whose manifest and file sizes have been checked.
 
+    Args:
+        place: Its folder.
+        sizes: Whether to ask for the size of every file; of many ranks one is enough.
+
     Attributes:
         manifest: What it holds.
 
@@ -34,10 +38,11 @@ class Stored:
         CheckpointError: It is not whole, or not what was written.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, *, sizes: bool = True) -> None:
         self._place = place
         self.manifest = read_manifest(place)
-        check_sizes(place, self.manifest)
+        if sizes:
+            check_sizes(place, self.manifest)
 
     def fill(self, file: str, targets: Sequence[Target]) -> None:
         """Read each block of ``file`` in which a target lies, once, straight into the targets.

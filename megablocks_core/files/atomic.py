@@ -74,7 +74,7 @@ def remove(folder: Path) -> None:
         disk.rename(folder, hidden)
         sync_folder(folder.parent)
         folder = hidden
-    if folder.is_dir():
+    if folder.is_dir() and not folder.is_symlink():
         _remove_tree(folder)
     else:
         disk.remove_file(folder)

@@ -156,3 +156,11 @@ def test_a_manifest_that_cannot_be_is_passed_over(tmp_path):
     (tmp_path / "LATEST").write_text(f"{manifest.digest} step-2\n")
     with pytest.warns(match="says what cannot be"):
         assert _load(tmp_path) == "step-1"
+
+
+@pytest.mark.parametrize("name", ["aaa", "zzz"])
+def test_of_copies_the_one_that_latest_names_counts(tmp_path, name):
+    _steps(tmp_path, 1)
+    shutil.copytree(tmp_path / "step-1", tmp_path / name)
+    with warnings.catch_warnings(action="error"):
+        assert ckpt.latest(tmp_path) == tmp_path / "step-1"

@@ -64,6 +64,23 @@ def test_what_is_not_a_whole_checkpoint_is_neither_counted_nor_deleted(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["LATEST", "notes", "step-2", "step-3"]
 
 
+def test_links_are_neither_counted_nor_followed(tmp_path):
+    _steps(tmp_path, 1, 2, 3)
+    (tmp_path / "z-best").symlink_to("step-1")
+    (tmp_path / ".a.00000000.partial").symlink_to("step-1")
+    assert ckpt.prune(tmp_path, keep_last=2) == [tmp_path / "step-1"]
+    (tmp_path / "z-best").unlink()
+    (tmp_path / "z-best").symlink_to("step-3")
+    (tmp_path / "aaa").symlink_to("step-3")
+    with warnings.catch_warnings(action="ignore"):
+        assert ckpt.latest(tmp_path) == tmp_path / "step-3"
+    assert ckpt.prune(tmp_path, keep_last=1, leftovers=True) == [
+        tmp_path / ".a.00000000.partial", tmp_path / "step-2",
+    ]  # fmt: skip
+    assert sorted(os.listdir(tmp_path)) == ["LATEST", "aaa", "step-3", "z-best"]
+    ckpt.verify(tmp_path / "z-best")
+
+
 def test_leftovers_go_only_when_named(tmp_path):
     _steps(tmp_path, 1)
     for name in (".step-2.0a1b2c3d.partial", ".step-0.0a1b2c3d.removed"):

@@ -161,3 +161,11 @@ def test_a_removed_folder_loses_its_name_first(tmp_path, calls):
     assert is_unfinished(file)
     remove(file)
     assert os.listdir(tmp_path) == []
+
+
+def test_what_a_link_points_to_is_not_removed(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "f").write_text("f")
+    (tmp_path / "b").symlink_to("a")
+    remove(tmp_path / "b")
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a" / "f").read_text() == "f"
