@@ -178,6 +178,8 @@ def test_f157_padding_past_the_end_is_clipped():
         )
         assert [box for box, _ in share.pieces] == [(part,) for part in held]
         assert all(torch.equal(view, torch.arange(12.0)[box]) for box, view in share.pieces)
+    (share,) = flat_shares(NAME, torch.ones(2), (1, 3), (), local_shape=(), group=LOCAL)
+    assert share.pieces == []  # the one element of a number lies on another rank
 
 
 @pytest.mark.parametrize(
