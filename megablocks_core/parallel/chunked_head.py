@@ -60,14 +60,15 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
 def chunk_length(head: Head, columns: Columns, wide: torch.dtype, *, others: int = 0) -> int:
     """How many tokens to work on at a time.
 
-    Less where other things beside the logits take memory: slopes of bounded ones, and those
-    ``others`` that the caller knows of.
+    Less where other things beside the logits take memory: slopes of bounded ones, the wide sum
+    of a narrow weight's gradient, and those ``others`` that the caller knows of.
     """
     things = 1 + others + (head.soft_cap is not None)
     size = max(columns.widest * things, 1)
     if head.weight.device.type != "cpu":
         return max(1, _CHUNK_OF_DEVICE // size)
-    return min(_MOST_TOKENS, max(1, _CHUNK // size))
+    room = _CHUNK if head.weight.dtype == wide else _CHUNK - _CHUNK // 4
+    return min(_MOST_TOKENS, max(1, room // size))
 
 
 class HeadLogits:
