@@ -18,7 +18,7 @@ def permute(
     *,
     keys: NDArray[np.uint64],
     low_bits: int,
-    high_bits: int,
+    rows: int,
     size: int,
     out: NDArray[np.int64],
     threads: int = 1,

@@ -6,12 +6,12 @@ Dimensions: D sources, n samples.
 """
 
 from collections.abc import Sequence
-from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megablocks_core.data.checks import MOST, row, whole_number
 from megablocks_core.data.extension import native as _native
 
 MOST_INT16 = 2**15  # sources that int16 can number
@@ -35,14 +35,15 @@ def greedy(weights: Sequence[float] | NDArray[np.floating], size: int) -> BlendO
 
     Source: ``build_blending_indices`` of Megatron-LM, with its bits.
     """
-    given = np.ascontiguousarray(weights, np.float64)
-    if given.ndim != 1 or not all(map(isfinite, given)) or given.min(initial=0) < 0:
+    try:
+        given = np.ascontiguousarray(weights, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        given = np.empty(())
+    if given.ndim != 1 or not np.isfinite(given).all() or given.min(initial=0) < 0:
         raise ValueError(f"weights={weights} must be a row of numbers, finite and 0 or more")
     if not given.any():
         raise ValueError(f"weights={weights} must have one above 0")
-    if size < 0:
-        raise ValueError(f"size={size} must be 0 or more")
-    return _draw(given, None, size)
+    return _draw(given, None, whole_number("size", size, 0))
 
 
 def exhaustive(sizes: Sequence[int] | NDArray[np.integer]) -> BlendOrder:
@@ -53,11 +54,10 @@ def exhaustive(sizes: Sequence[int] | NDArray[np.integer]) -> BlendOrder:
 
     Source: ``build_exhaustive_blending_indices`` of Megatron-LM, with its bits.
     """
-    given = np.asarray(sizes)
-    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu") or given.min(initial=0) < 0:
-        raise ValueError(f"sizes={sizes} must be a row of whole numbers, 0 or more")
-    given = np.ascontiguousarray(given, np.int64)
-    total = int(given.sum())
+    given = row("sizes", sizes)
+    total = sum(given.tolist())
+    if given.min(initial=0) < 0 or total > MOST:
+        raise ValueError(f"sizes={sizes} must be 0 or more and sum to at most {MOST}")
     return _draw(given / float(max(total, 1)), given, total)
 
 

@@ -5,18 +5,21 @@ Dimensions: S sequence length, B samples of a batch, T = B S tokens, D sources.
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from math import floor, isfinite
+from math import inf
 from typing import Any, Protocol
 
 import numpy as np
 
 from megablocks_core.data.blend_order import exhaustive, greedy
+from megablocks_core.data.checks import pairs, real, row, whole_number
 from megablocks_core.data.collate import PER_TOKEN, host_and_device
 from megablocks_core.data.fingerprint import fingerprint
 from megablocks_core.data.mixture import Mixture
+from megablocks_core.data.permutation import WORD
 from megablocks_core.data.place import Place
 
 Weights = Mapping[str, float]
+ENDLESS = 2**62  # samples, where no limit is set
 
 
 class Source(Protocol):
@@ -59,8 +62,8 @@ class BlendedDataset:
     - without ``weights`` each source is used up, an epoch of each, mixed evenly to the end.
 
     ``num_samples`` is the length; by default as long as the sources last. ``max_repetition``, one
-    number or one for each name, is how many epochs a source may give: asking for more is an error
-    here, not in the middle of the run.
+    number or one for each name, is how many epochs a source may give (``math.inf``: any):
+    asking for more is an error here, not in the middle of the run.
 
     ``order="megatron"`` is the reference's order instead: always the source furthest behind its
     share, with the first of equals. It is an array of all samples, and its weights cannot change.
@@ -91,10 +94,10 @@ class BlendedDataset:
     ) -> None:
         if order not in ("native", "megatron"):
             raise ValueError(f"order={order!r} must be 'native' or 'megatron'")
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"num_samples={num_samples} must be at least 1")
-        self.sources = dict(sources)
-        self.seed, self.order = seed, order
+        if num_samples is not None:
+            num_samples = whole_number("num_samples", num_samples, 1)
+        self.sources = _checked_sources(sources)
+        self.seed, self.order = whole_number("seed", seed, 0, WORD), order
         self.sequence_length = _one_length(self.sources)
         _refuse_equal_shuffles(self.sources)
         epochs = [_epoch(source) for source in self.sources.values()]
@@ -106,9 +109,9 @@ class BlendedDataset:
             num_samples = sum(epochs)
         available = self._available(epochs, max_repetition)
         if order == "native":
-            dense = [(start, self._dense(by_name)) for start, by_name in self.segments]
+            dense = [(start, list(by_name.values())) for start, by_name in self.segments]
             stop = num_samples if self.exhaustive else None
-            self._mixture = Mixture(len(self.sources), dense, seed=seed, stop=stop)
+            self._mixture = Mixture(len(self.sources), dense, seed=self.seed, stop=stop)
         else:
             self._drawn = self._draw(num_samples, epochs)
         self._length = num_samples or self._longest(available)
@@ -128,6 +131,8 @@ class BlendedDataset:
 
     def fingerprint_until(self, num_samples: int | None) -> str:
         """What changes with the order or the tokens of the first samples, and of no later one."""
+        if num_samples is not None:
+            num_samples = whole_number("num_samples", num_samples, 0)
         segments = [
             (start, [(name, weight) for name, weight in weights.items() if weight])
             for start, weights in self.segments
@@ -140,7 +145,7 @@ class BlendedDataset:
 
     def batch(self, samples: Sequence[int] | np.ndarray) -> dict[str, Any]:
         """Return samples laid end to end, as ``GPTDataset.batch`` does."""
-        ids, length = np.array(samples, np.int64), self.sequence_length
+        ids, length = row("samples", samples), self.sequence_length
         dtypes = {**dict.fromkeys(PER_TOKEN, np.int64), "loss_mask": np.float32}
         whole = {name: np.empty((len(ids), length), dtype) for name, dtype in dtypes.items()}
         bounds = [np.array([len(ids) * length])]
@@ -161,19 +166,20 @@ class BlendedDataset:
 
     def num_loss_tokens(self, samples: Sequence[int] | np.ndarray) -> int:
         """Return the sum of the loss masks of some samples."""
-        drawn = self._by_source(np.array(samples, np.int64))
+        drawn = self._by_source(row("samples", samples))
         return sum(source.num_loss_tokens(indices) for source, _, indices in drawn)
 
     def locate(self, sample: int) -> Place:
         """Return where a sample comes from; ``source`` is the name of the source here."""
-        number, index = self.find(np.array([sample]))
+        number, index = self.find([sample])
         name, source = list(self.sources.items())[int(number[0])]
         place = source.locate(int(index[0]))
         inner = f"/{place.source}" if isinstance(source, BlendedDataset) else ""
         return Place(name + inner, place.documents)
 
-    def find(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def find(self, samples: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which source each sample is of, and which of its samples, both [B]."""
+        samples = row("samples", samples)
         if samples.size and not 0 <= samples.min() <= samples.max() < len(self):
             raise IndexError(f"samples {samples.min()} to {samples.max()} of {len(self)}")
         if self.order == "native":
@@ -182,6 +188,7 @@ class BlendedDataset:
 
     def counts(self, num_samples: int) -> dict[str, int]:
         """Return how many of the first samples each source gives."""
+        num_samples = whole_number("num_samples", num_samples, 0, len(self))
         return dict(zip(self.sources, self._asked(num_samples).tolist(), strict=True))
 
     def _by_source(self, ids: np.ndarray) -> list[tuple[Source, np.ndarray, np.ndarray]]:
@@ -201,39 +208,46 @@ class BlendedDataset:
         """Return segments from sample 0 on, each with a weight for every source."""
         if weights is None:
             weights = dict(zip(self.sources, epochs, strict=True))
-        given = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
+        segments = [(0, weights)] if isinstance(weights, Mapping) else weights
+        rule = "weights by name, or pairs (from this sample on, weights by name)"
+        given = [
+            (whole_number("weights: sample", start, 0), self._checked_weights(by_name, rule))
+            for start, by_name in pairs("weights", segments, rule)
+        ]
         starts = [start for start, _ in given]
         if not given or starts[0] != 0 or starts != sorted(set(starts)):
             raise ValueError(f"weights begin at samples {starts}, must begin at 0 and increase")
         if self.order == "megatron" and len(given) > 1:
             raise ValueError("order='megatron' must have the same weights throughout")
-        for _, by_name in given:
-            if unknown := [name for name in by_name if name not in self.sources]:
-                raise ValueError(f"weights name {unknown}, must name of {list(self.sources)}")
-            values = self._dense(by_name)
-            if not all(map(isfinite, values)) or min(values) < 0 or sum(values) == 0:
-                raise ValueError(f"weights={by_name} must be 0 or more, one above 0, and finite")
-        return [(start, dict(zip(self.sources, self._dense(w), strict=True))) for start, w in given]
+        return given
 
-    def _dense(self, weights: Weights) -> list[float]:
-        """Return a weight for every source: as the int it is, or as a float."""
-        given = [weights.get(name, 0) for name in self.sources]
-        return [int(w) if isinstance(w, int | np.integer) else float(w) for w in given]
+    def _checked_weights(self, weights: Weights, rule: str) -> Weights:
+        """Return a weight for every source."""
+        if not isinstance(weights, Mapping):
+            raise ValueError(f"weights={weights!r} must be {rule}")
+        if unknown := [name for name in weights if name not in self.sources]:
+            raise ValueError(f"weights name {unknown}, must name of {list(self.sources)}")
+        values = {name: real(f"weights: {name}", weights.get(name, 0)) for name in self.sources}
+        if not 0 < sum(map(float, values.values())) < inf:
+            raise ValueError(f"weights={weights} must have one above 0 and a finite sum")
+        return values
 
     def _available(self, epochs: list[int], limit: float | Mapping[str, float]) -> np.ndarray:
         """Return how many samples each source may give."""
         limits = limit if isinstance(limit, Mapping) else dict.fromkeys(self.sources, limit)
-        times = [limits.get(name, 1.0) for name in self.sources]
-        if min(times) < 0 or set(limits) - set(self.sources):
-            raise ValueError(f"max_repetition={limit} must be 0 or more, for names of the sources")
-        return np.array([floor(n * number) for n, number in zip(epochs, times, strict=True)])
+        if set(limits) - set(self.sources):
+            raise ValueError(f"max_repetition={limit} must be for names of the sources")
+        times = [real("max_repetition", limits.get(name, 1), finite=False) for name in self.sources]
+        return np.array(
+            [int(min(n * number, ENDLESS)) for n, number in zip(epochs, times, strict=True)]
+        )
 
     def _draw(self, num_samples: int | None, epochs: list[int]) -> Any:
         if self.exhaustive:
             return exhaustive(epochs)
         if num_samples is None:
             raise ValueError("num_samples=None must be a number for order='megatron'")
-        values = np.array(self._dense(self.segments[0][1]), np.float64)
+        values = np.array(list(self.segments[0][1].values()), np.float64)
         return greedy(values / values.sum(), num_samples)
 
     def _asked(self, num_samples: int) -> np.ndarray:
@@ -243,7 +257,7 @@ class BlendedDataset:
 
     def _longest(self, available: np.ndarray) -> int:
         """Return the number of samples after which the first source has given all it may."""
-        fits, too_many = 0, int(available.sum()) + 1
+        fits, too_many = 0, min(sum(available.tolist()), ENDLESS) + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
             if (self._asked(middle) <= available).all():
@@ -251,7 +265,7 @@ class BlendedDataset:
             else:
                 too_many = middle
         if not fits:
-            raise ValueError(f"max_repetition leaves {self.counts(1)} no sample to give")
+            raise ValueError(f"max_repetition leaves {list(self.sources)} no sample to give")
         return fits
 
     def _give(self, asked: np.ndarray, available: np.ndarray) -> None:
@@ -279,9 +293,16 @@ def _epoch(source: Source) -> int:
     return getattr(source, "samples_per_epoch", len(source))
 
 
+def _checked_sources(sources: Mapping[str, Source]) -> dict[str, Source]:
+    if not isinstance(sources, Mapping) or not sources:
+        raise ValueError(f"sources={sources!r} must name at least one dataset")
+    for name, source in sources.items():
+        if not hasattr(source, "sequence_length") or not hasattr(source, "__len__"):
+            raise ValueError(f"source {name!r} must be a dataset of samples, not {source!r}")
+    return dict(sources)
+
+
 def _one_length(sources: Mapping[str, Source]) -> int:
-    if not sources:
-        raise ValueError("sources={} must name at least one")
     for name, source in sources.items():
         if len(source) == 0:
             raise ValueError(f"source {name!r} is empty, must hold at least one sample")

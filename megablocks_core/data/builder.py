@@ -3,12 +3,13 @@
 import os
 from array import array
 from collections.abc import Sequence
-from operator import index
+from contextlib import suppress
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from megablocks_core.data.checks import prefix_of, row, whole_number
 from megablocks_core.data.content import ContentHash, hash_documents
 from megablocks_core.data.index_file import CODES, write_index
 from megablocks_core.data.indexed import IndexedDataset
@@ -21,10 +22,11 @@ PIECE = 1 << 22  # tokens converted at a time
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest dtype of the format that holds the ids 0 to ``vocab_size - 1``."""
+    size = whole_number("vocab_size", vocab_size, 1, 2**63)
     for dtype in map(np.dtype, ("u1", "<u2", "<i4", "<i8")):
-        if 1 <= vocab_size <= np.iinfo(dtype).max + 1:
+        if size <= np.iinfo(dtype).max + 1:
             return dtype
-    raise ValueError(f"vocab_size={vocab_size} must be between 1 and 2**63")
+    raise ValueError(f"vocab_size={size} must be at most 2**63")
 
 
 class IndexedDatasetBuilder:
@@ -72,15 +74,14 @@ class IndexedDatasetBuilder:
         multimodal: bool = False,
         tokenizer: str | None = None,
     ) -> None:
-        self.prefix = os.fspath(prefix)
+        self.prefix = prefix_of(prefix)
         if "://" in self.prefix:
             raise ValueError(f"prefix={self.prefix!r} must be on this machine; copy what it built")
         if overwrite and append:
             raise ValueError("overwrite=True and append=True must not be given together")
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in CODES:
-            names = ", ".join(dtype.name for dtype in CODES)
-            raise ValueError(f"dtype={self.dtype.name} must be one of {names}")
+        self.dtype = _token_dtype(dtype)
+        if tokenizer is not None and not isinstance(tokenizer, str):
+            raise ValueError(f"tokenizer={tokenizer!r} must be text that names it")
         self.multimodal = multimodal
         self.tokenizer = tokenizer
         self._append_mode = append
@@ -100,7 +101,8 @@ class IndexedDatasetBuilder:
 
     def add_item(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Add one sequence to the open document."""
-        fitting, modes = self._fitting(tokens), self._fitting_modes([mode], 1)
+        fitting = self._fitting(tokens)
+        modes = self._fitting_modes([whole_number("mode", mode, -128, 127)], 1)
         self._append(fitting, [len(fitting)], modes)
 
     def end_document(self) -> None:
@@ -118,14 +120,14 @@ class IndexedDatasetBuilder:
     ) -> None:
         """Add a document of one sequence, or cut into sequences of ``lengths``, and close it."""
         fitting = self._fitting(tokens)
-        lengths = [len(fitting)] if lengths is None else [index(length) for length in lengths]
-        if min(lengths, default=0) < 0 or sum(lengths) != len(fitting):
+        each = [len(fitting)] if lengths is None else row("lengths", lengths).tolist()
+        if min(each, default=0) < 0 or sum(each) != len(fitting):
             raise ValueError(
-                f"lengths of sum {sum(lengths)} must be 0 or more each and sum to the "
+                f"lengths of sum {sum(each)} must be 0 or more each and sum to the "
                 f"{len(fitting)} tokens given"
             )
-        modes = self._fitting_modes([0] * len(lengths) if modes is None else modes, len(lengths))
-        self._append(fitting, lengths, modes)
+        modes = self._fitting_modes([0] * len(each) if modes is None else modes, len(each))
+        self._append(fitting, each, modes)
         self.end_document()
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
@@ -204,7 +206,10 @@ class IndexedDatasetBuilder:
 
     def _fitting(self, tokens: ArrayLike) -> np.ndarray:
         """Return the tokens as an array whose values all fit the dtype of the dataset."""
-        given = np.asarray(tokens)
+        try:
+            given = np.asarray(tokens)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"tokens must be a row of numbers: {error}") from None
         if given.ndim != 1:
             raise ValueError(f"tokens of shape {given.shape} must have one dimension")
         if given.size == 0 or np.can_cast(given.dtype, self.dtype, "safe"):
@@ -225,7 +230,7 @@ class IndexedDatasetBuilder:
 
     def _fitting_modes(self, modes: Sequence[int], sequences: int) -> list[int]:
         """Return the modes of some sequences, which all fit int8."""
-        fitting = [index(mode) for mode in modes]
+        fitting = row("modes", modes).tolist()
         if len(fitting) != sequences:
             raise ValueError(f"modes={fitting} must be one for each of the {sequences} sequences")
         for mode in fitting:
@@ -285,3 +290,13 @@ class IndexedDatasetBuilder:
     def _refuse_closed(self) -> None:
         if not self._files.alive:
             raise ValueError(f"the builder of {self.prefix} is finished or discarded")
+
+
+def _token_dtype(dtype: DTypeLike) -> np.dtype:
+    """Return a dtype of the format; ``None`` is none, though NumPy takes it for float64."""
+    with suppress(TypeError):
+        found = np.dtype(dtype).newbyteorder("<")
+        if dtype is not None and found in CODES:
+            return found
+    names = ", ".join(known.name for known in CODES)
+    raise ValueError(f"dtype={dtype!r} must be one of {names}")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megablocks_core.data.builder import IndexedDatasetBuilder, smallest_dtype
+from megablocks_core.data.texts import utf8_of
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -33,11 +34,8 @@ def write_byte_documents(
     """
     documents = tokens = empty = 0
     dtype = smallest_dtype(VOCAB_SIZE)
-    if isinstance(texts, (str, bytes)):
-        raise ValueError(f"texts={texts[:20]!r} must be several texts, such as a list of one")
     with IndexedDatasetBuilder(prefix, dtype=dtype, overwrite=overwrite) as builder:
-        for text in texts:
-            content = text.encode() if isinstance(text, str) else text
+        for content in utf8_of(texts):
             if not content:
                 empty += 1
                 continue
@@ -51,4 +49,8 @@ def write_byte_documents(
 
 def decode_bytes(tokens: Iterable[int]) -> str:
     """Return the text of byte tokens; ends of documents are left out, torn characters replaced."""
-    return bytes(token for token in tokens if token < END_OF_DOCUMENT).decode(errors="replace")
+    try:
+        content = bytes(token for token in tokens if token < END_OF_DOCUMENT)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tokens must be whole numbers, 0 or more: {error}") from None
+    return content.decode(errors="replace")

@@ -3,13 +3,19 @@
 Dimensions: n tokens of one sample, T tokens of all, B samples, D documents in all of them.
 """
 
+import reprlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from megablocks_core.data.checks import bounds, row, several, whole_number
+
 PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 PER_SAMPLE = ("sample_ids", "document_ids")
+# The last two say the same as ``cu_seqlens``, and are made anew.
+KNOWN = {*PER_TOKEN, *PER_SAMPLE, "cu_seqlens", "cu_seqlens_host", "max_seqlen"}
 NO_DOCUMENT = -1  # the document id of padding
 
 
@@ -40,9 +46,13 @@ def collate_packed(
 
     Source: the packed layout of FlashAttention's variable-length functions.
     """
-    if not samples:
+    if isinstance(samples, Mapping):
+        raise ValueError("samples must be several, such as a list of one")
+    if length is not None:
+        length = whole_number("length", length, 1)
+    whole = [_completed(number, each) for number, each in enumerate(several("samples", samples))]
+    if not whole:
         raise ValueError("samples=[] must hold at least one sample")
-    whole = [_completed(number, sample) for number, sample in enumerate(samples)]
     num_tokens = sum(len(sample["tokens"]) for sample in whole)
     if length is not None and num_tokens > length:
         raise ValueError(f"samples of {num_tokens} tokens must fit into length={length}")
@@ -52,11 +62,11 @@ def collate_packed(
         name: np.concatenate([sample[name] for sample in whole])[None] for name in PER_TOKEN
     }
     ends = np.cumsum([len(sample["tokens"]) for sample in whole])
-    bounds = [
+    ends_of_documents = [
         end - len(sample["tokens"]) + sample["cu_seqlens"][1:]
         for end, sample in zip(ends, whole, strict=True)
     ]
-    batch |= host_and_device(np.concatenate([[0], *bounds]))
+    batch |= host_and_device(np.concatenate([[0], *ends_of_documents]))
     for name in PER_SAMPLE:
         given = [name in sample for sample in whole]
         if any(given) and not all(given):
@@ -80,17 +90,17 @@ def cut_sequences(batch: Mapping[str, Any], length: int) -> dict[str, Any]:
 
     Only bounds, positions and document ids change: ``tokens.reshape(-1, length)`` are the rows.
     """
-    bounds = np.asarray(batch["cu_seqlens"])
-    num_tokens = int(bounds[-1])
-    if length < 1 or num_tokens % length:
+    given, length = np.asarray(batch["cu_seqlens"]), whole_number("length", length, 1)
+    num_tokens = int(given[-1])
+    if num_tokens % length:
         raise ValueError(f"length={length} must divide the batch of {num_tokens} tokens")
-    cu_seqlens = np.union1d(bounds, np.arange(0, num_tokens + 1, length))
+    cu_seqlens = np.union1d(given, np.arange(0, num_tokens + 1, length))
     firsts, spans = cu_seqlens[:-1], np.diff(cu_seqlens)
     positions = np.arange(num_tokens) - firsts.repeat(spans)
     cut = {**batch, "position_ids": positions[None], **host_and_device(cu_seqlens)}
     if "document_ids" in batch:  # a later piece of a document is one of its own
-        of = bounds.searchsorted(firsts, side="right") - 1
-        cut["document_ids"] = np.asarray(batch["document_ids"])[of] + firsts - bounds[of]
+        of = given.searchsorted(firsts, side="right") - 1
+        cut["document_ids"] = np.asarray(batch["document_ids"])[of] + firsts - given[of]
     return cut
 
 
@@ -99,39 +109,58 @@ def dense_mask(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
 
     For attention that knows no ``cu_seqlens``; its size grows with the square of T.
     """
-    bounds = np.asarray(cu_seqlens)
-    documents = np.arange(len(bounds) - 1).repeat(np.diff(bounds))
+    ends = bounds("cu_seqlens", cu_seqlens)
+    documents = np.arange(len(ends) - 1).repeat(np.diff(ends))
     return np.tri(len(documents), dtype=bool) & (documents[:, None] == documents)
 
 
 def _completed(number: int, sample: Mapping[str, Any] | Sequence[int] | np.ndarray) -> Any:
     """Return all entries of a sample as rows."""
     given = sample if isinstance(sample, Mapping) else {"tokens": sample}
-    tokens = np.asarray(given["tokens"], np.int64).reshape(-1)
+    place = f"samples[{number}]"
+    if "tokens" not in given or not set(given) <= KNOWN:
+        raise ValueError(f"{place} of {list(given)} must have 'tokens', and only {sorted(KNOWN)}")
+    entries = {
+        name: (_mask if name == "loss_mask" else _numbers)(f"{place}[{name!r}]", given[name])
+        for name in (*PER_TOKEN, *PER_SAMPLE)
+        if name in given
+    }
+    tokens = entries["tokens"]
     if not len(tokens):
-        raise ValueError(f"samples[{number}] must hold at least one token")
-    entries = {
-        "tokens": tokens,
-        "labels": given.get("labels", [*tokens[1:].tolist(), 0]),
-        "loss_mask": given.get("loss_mask", np.ones(len(tokens))),
-    }
-    entries = {
-        name: np.array(value, np.float32 if name == "loss_mask" else np.int64).reshape(-1)
-        for name, value in entries.items()
-    }
+        raise ValueError(f"{place} must hold at least one token")
+    ends = bounds(f"{place}['cu_seqlens']", given.get("cu_seqlens", [0, len(tokens)]), len(tokens))
+    positions = np.arange(len(tokens)) - ends[:-1].repeat(np.diff(ends))
+    entries = {"position_ids": positions, "loss_mask": np.ones(len(tokens), np.float32)} | entries
     if "labels" not in given:
-        entries["loss_mask"][-1] = 0
-    bounds = np.asarray(given.get("cu_seqlens", [0, len(tokens)]), np.int64)
-    positions = np.arange(len(tokens)) - bounds[:-1].repeat(np.diff(bounds))
-    entries["position_ids"] = np.asarray(given.get("position_ids", positions)).reshape(-1)
-    entries["cu_seqlens"] = bounds
-    for name in PER_TOKEN:
-        if len(entries[name]) != len(tokens):
+        entries["labels"] = np.append(tokens[1:], 0)
+        entries["loss_mask"][-1:] = 0
+    needed = dict.fromkeys(PER_TOKEN, len(tokens)) | {"document_ids": len(ends) - 1}
+    for name, count in needed.items():
+        if len(entries.get(name, range(count))) != count:
             raise ValueError(
-                f"samples[{number}][{name!r}] of {len(entries[name])} entries must have one for "
-                f"each of {len(tokens)} tokens"
+                f"{place}[{name!r}] of {len(entries[name])} entries must have {count}: one for "
+                f"each of its {'documents' if name in PER_SAMPLE else 'tokens'}"
             )
-    return entries | {name: np.asarray(given[name]) for name in PER_SAMPLE if name in given}
+    return entries | {"cu_seqlens": ends}
+
+
+def _numbers(name: str, value: Any) -> np.ndarray:
+    """Return whole numbers [n] or [1 n] as a row."""
+    with suppress(TypeError, ValueError, LookupError):
+        if len(value) == 1 and np.ndim(value[0]) == 1:
+            value = value[0]
+    return row(name, value)
+
+
+def _mask(name: str, value: Any) -> np.ndarray:
+    """Return a loss mask [n] or [1 n] as a row of its own."""
+    try:
+        mask = np.array(value, np.float32).reshape(-1)
+    except (TypeError, ValueError):
+        mask = np.full(1, np.nan)
+    if not np.isfinite(mask).all():
+        raise ValueError(f"{name}={reprlib.repr(value)} must be one row of finite numbers")
+    return mask
 
 
 def _padding(length: int, *, like: Mapping[str, Any]) -> dict[str, np.ndarray]:

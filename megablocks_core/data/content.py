@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from megablocks_core.data.checks import whole_number
 from megablocks_core.data.indexed import IndexedDataset
-from megablocks_core.data.permutation import GOLDEN, mix
+from megablocks_core.data.permutation import GOLDEN, WORD, mix
 from megablocks_core.data.split import Split, split_documents
 from megablocks_core.files import replace_file
 
@@ -83,10 +84,9 @@ def split_by_content(
     Source: assignment by hash as in Kohavi et al., *Controlled experiments on the web* (2009),
     section 4.1; the mixer is SplitMix64's (Steele, Lea and Flood, OOPSLA 2014).
     """
-    if not 0 <= seed < 1 << 64:
-        raise ValueError(f"seed={seed} must be between 0 and 2**64 - 1")
-    if isinstance(names, str):
-        raise ValueError(f"names={names!r} must be several names, such as a tuple of one")
+    seed = whole_number("seed", seed, 0, WORD)
+    if not isinstance(dataset, IndexedDataset):
+        raise ValueError(f"dataset={dataset!r} must be an IndexedDataset")
     shares = split_documents(SHARES, weights, names=names).values()
     bounds = np.cumsum([len(share.documents) for share in shares]).astype(np.uint64)
     table = _kept(dataset, bounds, seed)

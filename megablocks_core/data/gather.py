@@ -8,6 +8,7 @@ serves where the package was installed without a compiler.
 import numpy as np
 from numpy.typing import NDArray
 
+from megablocks_core.data.checks import whole_number
 from megablocks_core.data.extension import native as _native
 
 TOKEN_DTYPES = tuple(map(np.dtype, ("uint8", "int8", "uint16", "int16", "int32", "int64")))
@@ -37,8 +38,7 @@ def gather_tokens(
         _check_array(name, array, (np.dtype(np.int64),))
     if not out.flags.writeable:
         raise ValueError("out must be writeable")
-    if threads < 1:
-        raise ValueError(f"threads={threads} must be at least 1")
+    threads = whole_number("threads", threads, 1)
     if _native is None:
         gather_tokens_numpy(tokens, starts, lengths, out=out)
     else:
@@ -71,6 +71,8 @@ def gather_tokens_numpy(
 
 
 def _check_array(name: str, array: np.ndarray, dtypes: tuple[np.dtype, ...]) -> None:
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{name} of {type(array)} must be a NumPy array")
     if array.dtype not in dtypes:
         raise ValueError(f"{name}.dtype={array.dtype} must be {' or '.join(map(str, dtypes))}")
     if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from megablocks_core.data.checks import row, whole_number
 from megablocks_core.data.fingerprint import facts_of_split, fingerprint
 from megablocks_core.data.gather import gather_tokens, gather_tokens_numpy
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.megatron_order import MegatronIndex, MegatronOrder
 from megablocks_core.data.native_order import NativeOrder
+from megablocks_core.data.permutation import WORD
 from megablocks_core.data.place import Place
 from megablocks_core.data.split import Split
 from megablocks_core.data.stream import Parts
@@ -78,17 +80,25 @@ class GPTDataset:
         order = MegatronOrder() if order == "megatron" else order
         if order != "native" and not isinstance(order, MegatronOrder):
             raise ValueError(f"order={order!r} must be 'native', 'megatron' or a MegatronOrder")
+        if not isinstance(indexed, IndexedDataset):
+            raise ValueError(f"indexed={indexed!r} must be an IndexedDataset")
         if indexed.dtype.kind not in "iu":
             raise ValueError(f"indexed.dtype={indexed.dtype.name} must be an integer type")
-        if sequence_length < 1:
-            raise ValueError(f"sequence_length={sequence_length} must be at least 1")
-        _check_count(num_samples)
-        _check_end_token(end_token, indexed.dtype)
+        sequence_length = whole_number("sequence_length", sequence_length, 1)
+        if num_samples is not None:
+            num_samples = whole_number("num_samples", num_samples, 1)
+        if end_token is not None:  # an id that the file can hold
+            ids = np.iinfo(indexed.dtype)
+            end_token = whole_number("end_token", end_token, int(ids.min), int(ids.max))
+        if split is None:
+            split = Split("all", range(indexed.num_documents))
+        if not isinstance(split, Split):
+            raise ValueError(f"split={split!r} must be a Split, such as one of split_documents()")
         self.indexed = indexed
         self.sequence_length = sequence_length
-        self.seed = seed
+        self.seed = whole_number("seed", seed, 0, WORD)
         self.order = "native" if order == "native" else "megatron"
-        self.split = split or Split("all", range(indexed.num_documents))
+        self.split = split
         self.cross_document_loss = cross_document_loss
         self.cross_document_attention = cross_document_attention
         self.restart_positions = restart_positions
@@ -98,13 +108,13 @@ class GPTDataset:
             self._order = MegatronIndex(
                 indexed,
                 sequence_length,
-                seed=seed,
-                split=self.split,
+                seed=self.seed,
+                split=split,
                 num_samples=num_samples,
                 order=order,
             )
         else:
-            self._order = NativeOrder(indexed, sequence_length, seed=seed, split=self.split)
+            self._order = NativeOrder(indexed, sequence_length, seed=self.seed, split=split)
         self.samples_per_epoch = self._order.samples_per_epoch
         self._length = self.samples_per_epoch if num_samples is None else num_samples
 
@@ -133,7 +143,7 @@ class GPTDataset:
 
     def resized(self, num_samples: int) -> "GPTDataset":
         """Return the same samples in the same order, but as many as this."""
-        _check_count(num_samples)
+        num_samples = whole_number("num_samples", num_samples, 1)
         if isinstance(self._order, MegatronIndex) and num_samples > self._order.num_samples:
             raise ValueError(
                 f"num_samples={num_samples} must be at most {self._order.num_samples}: in the "
@@ -213,7 +223,7 @@ class GPTDataset:
         return parts.starts[parts.columns == 0]
 
     def _checked(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
-        wanted = np.array(samples, np.int64)
+        wanted = row("samples", samples)
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {len(self)}")
         return wanted
@@ -264,18 +274,3 @@ def _positions(bounds: np.ndarray) -> np.ndarray:
     count = np.arange(spans.max(initial=0))
     gather_tokens(count, np.zeros_like(spans), spans, out=positions_T)
     return positions_T
-
-
-def _check_end_token(end_token: int | None, dtype: np.dtype) -> None:
-    if end_token is None:
-        return
-    bounds = np.iinfo(dtype)
-    if not hasattr(end_token, "__index__") or not bounds.min <= end_token <= bounds.max:
-        raise ValueError(
-            f"end_token={end_token!r} must be an id that {dtype.name} holds, as the tokens are"
-        )
-
-
-def _check_count(num_samples: int | None) -> None:
-    if num_samples is not None and num_samples < 1:
-        raise ValueError(f"num_samples={num_samples} must be at least 1")

@@ -12,6 +12,7 @@ from typing import Any, overload
 import numpy as np
 import xxhash
 
+from megablocks_core.data.checks import prefix_of, whole_number
 from megablocks_core.data.index_file import (
     CHECKED_ON_OPEN,
     HEADER,
@@ -61,7 +62,7 @@ class IndexedDataset:
         storage_options: Mapping[str, Any] | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        self.prefix = os.fspath(prefix)
+        self.prefix = prefix_of(prefix)
         self.index_path = self.prefix + ".idx"
         self.token_path = self.prefix + ".bin"
         self._options = {"storage_options": storage_options, "cache_bytes": cache_bytes}
@@ -119,15 +120,18 @@ class IndexedDataset:
     def __getitem__(self, index: slice) -> list[np.ndarray]: ...
     def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+            ends = (index.start, index.stop, index.step)
+            given = slice(*(end if end is None else whole_number("index", end) for end in ends))
+            return [self[i] for i in range(*given.indices(len(self)))]
         start, stop = self._token_range(index)
         return self.tokens[start:stop]
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return ``length`` tokens of a sequence from ``offset`` on (by default all the rest)."""
         start, stop = self._token_range(index)
+        offset = whole_number("offset", offset)
         rest = stop - start - offset
-        length = rest if length is None else length
+        length = rest if length is None else whole_number("length", length)
         if not 0 <= offset <= stop - start or not 0 <= length <= rest:
             raise ValueError(
                 f"offset={offset}, length={length} must lie inside sequence {index} "
@@ -137,6 +141,9 @@ class IndexedDataset:
 
     def document_start(self, document: int) -> int:
         """Return where a document begins in ``tokens``; document D begins where they end."""
+        document = whole_number("document", document)
+        if not 0 <= document <= self.num_documents:
+            raise IndexError(f"document {document} of {self.num_documents}")
         sequence = int(self.document_indices[document])
         if sequence == len(self):
             return self.num_tokens
@@ -203,6 +210,7 @@ class IndexedDataset:
 
     def _token_range(self, index: int) -> tuple[int, int]:
         """Return where a sequence lies in ``tokens``, checked against the one that follows."""
+        index = whole_number("index", index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         index %= len(self)

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from megablocks_core.data.checks import whole_number
 from megablocks_core.data.collate import collate_packed, cut_sequences
 from megablocks_core.data.place import Place
 from megablocks_core.data.prefetch import Prefetch
 from megablocks_core.data.steps import Skips, Stages, StepPlan, as_stages, value_at
 from megablocks_core.groups import LOCAL, Group
+
+NEEDED = ("__len__", "batch", "num_loss_tokens")
 
 
 class Samples(Protocol):
@@ -100,20 +103,18 @@ class Loader:
         prefetch: int = 2,
         group: Group = LOCAL,
     ) -> None:
-        for name, value, least in (
-            ("micro_batch_size", micro_batch_size, 1),
-            ("workers", workers, 0),
-            ("prefetch", prefetch, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
-        as_stages(global_batch_size)
+        if missing := [name for name in NEEDED if not hasattr(dataset, name)]:
+            raise ValueError(f"dataset={dataset!r} must have {missing}, as a GPTDataset has")
+        if not hasattr(group, "rank"):
+            raise ValueError(f"group={group!r} must be a Group, such as mesh.group('dp')")
+        self._sizes = as_stages(global_batch_size)
         self._lengths = self._checked_lengths(dataset, sequence_length)
         self.dataset = dataset
         self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
         self.drop_last = drop_last
-        self.workers, self.prefetch = workers, prefetch
+        self.workers = whole_number("workers", workers, 0)
+        self.prefetch = whole_number("prefetch", prefetch, 1)
         self.group = group
         self._skips = Skips(skip)
         self._ahead: Prefetch | None = None
@@ -126,12 +127,9 @@ class Loader:
 
     @consumed.setter
     def consumed(self, consumed: int) -> None:
-        if not 0 <= consumed <= len(self.dataset):
-            raise ValueError(
-                f"consumed={consumed} must be between 0 and {len(self.dataset)} samples"
-            )
+        consumed = whole_number("consumed", consumed, 0, len(self.dataset))
         self._consumed = consumed
-        self._plan = StepPlan(self.global_batch_size, sample=consumed)
+        self._plan = StepPlan(self._sizes, sample=consumed)
         self._last = self._plan.num_steps(len(self.dataset), drop_last=self.drop_last)
         self._ahead = None
 
@@ -159,6 +157,7 @@ class Loader:
 
     def make(self, step: int) -> Step:
         """Return a step by its number; what was handed out does not matter and does not change."""
+        step = whole_number("step", step)
         first, last = self._bounds(step)
         per_rank = self.micro_batch_size
         micro_batches = []
@@ -171,13 +170,15 @@ class Loader:
     def locate(self, step: int) -> list[Place]:
         """Return where each sample of a step's global batch comes from, without reading any."""
         dataset: Any = self.dataset
-        return [dataset.locate(sample) for sample in range(*self._bounds(step))]
+        first, last = self._bounds(whole_number("step", step))
+        return [dataset.locate(sample) for sample in range(first, last)]
 
     def state_dict(self, ahead: int = 0) -> dict[str, Any]:
         """Return the state after ``ahead`` more steps, the same on every rank.
 
         With ``ahead`` it is the state after as many steps of a torch ``DataLoader`` over this.
         """
+        ahead = whole_number("ahead", ahead, 0)
         consumed = self._bounds(self._nth(ahead - 1))[1] if ahead else self._consumed
         return {"consumed": consumed, "recipe": self._recipe(consumed)}
 
@@ -185,9 +186,13 @@ class Loader:
         """Go on where a loader of the same recipe was, over any ranks, batches and workers.
 
         Raises:
-            ValueError: another recipe for the samples consumed; both are named.
+            ValueError: another recipe for the samples consumed; both are named. Something that
+                is no state, such as a list with one of each rank.
         """
-        consumed, saved = state["consumed"], state["recipe"]
+        if not isinstance(state, Mapping) or not {"consumed", "recipe"} <= set(state):
+            raise ValueError(f"state={state!r} must hold what state_dict() gave on any one rank")
+        consumed = whole_number("consumed", state["consumed"], 0, len(self.dataset))
+        saved = state["recipe"]
         if saved != (own := self._recipe(consumed)):
             raise ValueError(
                 f"recipe={saved!r} of the state must be {own!r}, as of this dataset: its first "
@@ -202,6 +207,7 @@ class Loader:
         return dataset.fingerprint
 
     def _nth(self, index: int) -> int:
+        index = whole_number("index", index)
         if not 0 <= index < len(self):
             raise IndexError(f"step {index} of the {len(self)} that remain")
         return self._skips.nth(self._plan.step_at(self._consumed), index)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from megablocks_core.data.checks import MOST, whole_number
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.sample_index import build, count_samples
-from megablocks_core.data.split import SequenceSplit, Split
+from megablocks_core.data.split import SequenceSplit, Split, checked_documents
 from megablocks_core.data.stream import Parts
 
 LEAST_SEPARATE = 0.80  # an epoch drawn on for less than this share of it is shuffled by itself
@@ -27,6 +28,11 @@ class MegatronOrder:
 
     extra_token: bool = True
     drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("extra_token", "drop_last"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r} must be True or False")
 
 
 class MegatronIndex:
@@ -60,8 +66,7 @@ class MegatronIndex:
         num_samples: int | None = None,
         order: MegatronOrder = MegatronOrder(),  # noqa: B008  frozen
     ) -> None:
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seed={seed} must be between 0 and 2**32 - 1 in Megatron-LM's order")
+        seed = whole_number("seed", seed, 0, 2**32 - 1)
         self._arguments = (indexed, sequence_length, seed, split, num_samples, order)
         self._indexed, self.sequence_length, self.order = indexed, sequence_length, order
         self._sequences = _sequences_of(indexed, split)
@@ -79,6 +84,8 @@ class MegatronIndex:
         before = 0  # samples that end before the last epoch
         if num_samples is not None:
             wanted = num_samples * sequence_length + order.extra_token
+            if wanted > MOST:
+                raise ValueError(f"num_samples={num_samples} must be of at most {MOST} tokens")
             self.num_epochs = max(1, -(-wanted // tokens))
         if num_samples is not None and self.num_epochs > 1:
             earlier = (self.num_epochs - 1) * tokens - order.extra_token
@@ -174,20 +181,13 @@ def _rebuild(
 
 def _sequences_of(indexed: IndexedDataset, split: Split) -> range | np.ndarray:
     """Return the sequences of a split, in file order."""
-    numbers = split.documents
     of_sequences = isinstance(split, SequenceSplit)
-    count = len(indexed) if of_sequences else indexed.num_documents
-    if isinstance(numbers, range):
-        if not 0 <= numbers.start <= numbers.stop <= count or numbers.step != 1:
-            raise ValueError(f"split={split} must be neighbours among {count}")
-        if of_sequences:
-            return numbers
-        bounds = indexed.document_indices
-        return range(int(bounds[numbers.start]), int(bounds[numbers.stop]))
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
-        raise ValueError(f"split {split.name!r} must lie in {count}")
+    numbers = checked_documents(split, len(indexed) if of_sequences else indexed.num_documents)
     if of_sequences:
         return numbers
+    if isinstance(numbers, range):
+        bounds = indexed.document_indices
+        return range(int(bounds[numbers.start]), int(bounds[numbers.stop]))
     firsts = indexed.document_indices[numbers]
     counts = indexed.document_indices[numbers + 1] - firsts
     return np.arange(counts.sum()) + (firsts - counts.cumsum() + counts).repeat(counts)

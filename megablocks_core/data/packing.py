@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megablocks_core.data.checks import row, whole_number
 from megablocks_core.data.extension import native as _native
 
 
@@ -30,14 +31,11 @@ def first_fit_decreasing(lengths: Sequence[int] | NDArray[np.integer], capacity:
     Source: D. S. Johnson, Near-optimal bin packing algorithms, MIT, 1973; the bound is that of
     Dosa, ESCAPE 2007.
     """
-    given = np.asarray(lengths)
-    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
-        raise ValueError(f"lengths of shape {given.shape}, {given.dtype} must be whole numbers")
+    given, capacity = row("lengths", lengths), whole_number("capacity", capacity, 0)
     wrong = (given < 0) | (given > capacity)
     if wrong.any():
         item = int(wrong.argmax())
         raise ValueError(f"lengths[{item}]={given[item]} must be between 0 and {capacity=}")
-    given = given.astype(np.int64)
     order = np.argsort(-given, kind="stable")
     bins = np.empty(len(given), np.int64)
     fit = first_fit_numpy if _native is None else _native.first_fit

@@ -14,6 +14,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from megablocks_core.data.checks import MOST, whole_number
 from megablocks_core.data.extension import native as _native
 
 WORD = 2**64 - 1
@@ -38,11 +39,8 @@ class Permutation:
     """
 
     def __init__(self, size: int, *, seed: int, epoch: int = 0) -> None:
-        if not 1 <= size <= 2**63:
-            raise ValueError(f"size={size} must be between 1 and 2**63")
-        for name, value in (("seed", seed), ("epoch", epoch)):
-            if not 0 <= value <= WORD:
-                raise ValueError(f"{name}={value} must be between 0 and 2**64 - 1")
+        size = whole_number("size", size, 1, MOST + 1)
+        seed, epoch = whole_number("seed", seed, 0, WORD), whole_number("epoch", epoch, 0, WORD)
         self.size, self.seed, self.epoch = size, seed, epoch
         bits = max(2, (size - 1).bit_length())
         self._low_bits = bits - bits // 2
@@ -63,18 +61,20 @@ class Permutation:
     def __call__(self, place: np.ndarray, *, threads: int = 1) -> np.ndarray: ...
     def __call__(self, place: int | np.ndarray, *, threads: int = 1) -> int | np.ndarray:
         """Return what stands at a place of the shuffled order, or at each of many places."""
-        if threads < 1:
-            raise ValueError(f"threads={threads} must be at least 1")
+        threads = whole_number("threads", threads, 1)
         if isinstance(place, np.ndarray):
             return self._shuffle_array(place, threads)
+        place = whole_number("place", place)
         if not 0 <= place < self.size:
             raise IndexError(f"place {place} of a permutation of {self.size}")
-        value = self._stir(int(place))
+        value = self._stir(place)
         while value >= self.size:
             value = self._stir(value)
         return value
 
     def _shuffle_array(self, places: np.ndarray, threads: int) -> np.ndarray:
+        if places.dtype.kind not in "iu":
+            raise ValueError(f"places of {places.dtype} must be whole numbers")
         least, greatest = int(places.min(initial=0)), int(places.max(initial=0))
         if least < 0 or greatest >= self.size:
             raise IndexError(f"places {least} to {greatest} of a permutation of {self.size}")

@@ -9,11 +9,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from operator import index as as_int
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from megablocks_core.data.checks import whole_number
 
 BLOCK_BYTES = 1 << 20
 TRIES = 6  # of one request, after waits of 0.5, 1, 2, 4 and 8 seconds
@@ -32,8 +33,7 @@ class RemoteFiles:
     def __init__(
         self, prefix: str, *, storage_options: Mapping[str, Any] | None, cache_bytes: int
     ) -> None:
-        if cache_bytes < BLOCK_BYTES:
-            raise ValueError(f"cache_bytes={cache_bytes} must be at least {BLOCK_BYTES}")
+        whole_number("cache_bytes", cache_bytes, BLOCK_BYTES)
         self.prefix = prefix
         self._options = dict(storage_options or {})
         self._cache_bytes = cache_bytes
@@ -159,7 +159,7 @@ class RemoteArray:
             return self._read(start, max(start, stop))
         if isinstance(index, np.ndarray) and index.ndim == 1:
             return np.array([self[int(i)] for i in index], self.dtype)
-        place = as_int(index)
+        place = whole_number("index", index)
         if not -self.size <= place < self.size:
             raise IndexError(f"element {place} of {self.size}")
         return self._read(place % self.size, place % self.size + 1)[0]

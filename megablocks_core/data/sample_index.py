@@ -7,6 +7,7 @@ n samples.
 import numpy as np
 from numpy.typing import NDArray
 
+from megablocks_core.data.checks import whole_number
 from megablocks_core.data.extension import native as _native
 
 LARGEST = 2**31 - 1
@@ -120,10 +121,8 @@ def _dtype(document_index: np.ndarray) -> type[np.integer]:
 def _check(
     lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, threads: int
 ) -> None:
-    if not 1 <= sequence_length <= LARGEST:
-        raise ValueError(f"sequence_length={sequence_length} must be between 1 and {LARGEST}")
-    if threads < 1:
-        raise ValueError(f"threads={threads} must be at least 1")
+    whole_number("sequence_length", sequence_length, 1, LARGEST)
+    whole_number("threads", threads, 1)
     for name, array, dtypes in (
         ("lengths", lengths, ("int32",)),
         ("document_index", document_index, ("int32", "int64")),

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megablocks_core.data.checks import different_names, several, whole_number
+
 
 class Split(NamedTuple):
     """Named documents of a dataset, in increasing order.
@@ -25,6 +27,36 @@ class SequenceSplit(Split):
     """A split whose numbers are those of sequences instead of documents."""
 
 
+def checked_documents(split: Split, num_documents: int) -> range | np.ndarray:
+    """Return the documents of a split, or sequences of a ``SequenceSplit``, of a dataset.
+
+    Raises:
+        ValueError: they are not some of ``num_documents`` in increasing order.
+    """
+    documents, offsets, name = split.documents, split.offsets, f"split {split.name!r}"
+    if isinstance(documents, range):
+        if not 0 <= documents.start <= documents.stop <= num_documents:
+            raise ValueError(f"split={split} must lie in {num_documents} documents")
+        if documents.step != 1:
+            raise ValueError(f"split={split} must leave out no document between its ends")
+        return documents
+    for array, what in ((documents, "documents"), (offsets, "offsets")):
+        if what == "offsets" and array is None:
+            continue
+        if not isinstance(array, np.ndarray) or array.dtype != np.int64 or array.ndim != 1:
+            raise ValueError(f"{name}: {what} must be one row of int64, or documents a range")
+    # Offsets come with documents that were put in order when they were found.
+    if offsets is None and not (documents[1:] > documents[:-1]).all():
+        raise ValueError(f"{name}: documents must be in increasing order")
+    if len(documents) and not 0 <= documents[0] <= documents[-1] < num_documents:
+        raise ValueError(f"{name} must lie in {num_documents} documents")
+    if offsets is not None and len(offsets) != len(documents) + 1:
+        raise ValueError(
+            f"{name} of {len(documents)} documents must have one offset more, not {len(offsets)}"
+        )
+    return documents
+
+
 def split_documents(
     num_documents: int,
     weights: str | Sequence[float],
@@ -40,17 +72,22 @@ def split_documents(
     Shapes: none. Sends nothing.
 
     Raises:
-        ValueError: weights that are not numbers, negative, all zero, or more than the names.
+        ValueError: weights that are not numbers, negative, all zero, or more than the names;
+            a negative number of documents; names that are equal.
 
     Source: the rule of Megatron-LM, which counts sequences; both agree where each document is
     one sequence.
     """
+    num_documents, names = whole_number("num_documents", num_documents, 0), different_names(names)
     try:
-        parts = [float(w) for w in (weights.split(",") if isinstance(weights, str) else weights)]
-    except ValueError:
-        raise ValueError(f"weights={weights!r} must be numbers joined by commas") from None
+        given = weights.split(",") if isinstance(weights, str) else several("weights", weights)
+        parts = [float(weight) for weight in given]
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"weights={weights!r} must be several numbers, or text that joins them by commas"
+        ) from None
     if len(parts) > len(names):
-        raise ValueError(f"weights={weights!r} must not be more than names={tuple(names)}")
+        raise ValueError(f"weights={weights!r} must not be more than names={names}")
     whole = sum(parts)
     if min(parts, default=0.0) < 0 or not isfinite(whole) or whole == 0:
         raise ValueError(f"weights={weights!r} must be 0 or more, one above 0, and finite")

@@ -1,9 +1,11 @@
 """Where each optimizer step begins, when the batch size changes on the way."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
+
+from megablocks_core.data.checks import pairs, whole_number
 
 END = 2**63  # after any sample
 
@@ -62,13 +64,16 @@ class StepPlan:
 
 def as_stages(sizes: Stages, name: str = "global_batch_size") -> list[tuple[int, int]]:
     """Return a schedule as pairs (from this sample on, this value)."""
-    stages = [(0, sizes)] if isinstance(sizes, int) else [(start, size) for start, size in sizes]
+    if getattr(sizes, "ndim", None) == 0 or not isinstance(sizes, Iterable):
+        return [(0, whole_number(name, sizes, 1))]
+    rule = "a whole number, or pairs (from this sample on, number)"
+    stages = [
+        (whole_number(f"{name}: sample", start), whole_number(name, size, 1))
+        for start, size in pairs(name, sizes, rule)
+    ]
     starts = [start for start, _ in stages]
     if starts[:1] != [0] or any(a >= b for a, b in pairwise(starts)):
         raise ValueError(f"{name}={sizes} must begin at sample 0 and go on in increasing order")
-    for _, size in stages:
-        if size < 1:
-            raise ValueError(f"{name}={sizes} must be at least 1")
     return stages
 
 
@@ -85,11 +90,15 @@ class Skips:
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
-        for first, after in ranges:
-            if not 0 <= first < after:
-                raise ValueError(f"skip={list(ranges)} must hold ranges (first, after the last)")
+        rule = "ranges of steps (first, after the last)"
+        given = [
+            (whole_number("skip: first", first), whole_number("skip: after the last", after))
+            for first, after in pairs("skip", ranges, rule)
+        ]
+        if not all(0 <= first < after for first, after in given):
+            raise ValueError(f"skip={given} must hold {rule}")
         self._ranges: list[tuple[int, int]] = []
-        for first, after in sorted(ranges):
+        for first, after in sorted(given):
             if self._ranges and first <= self._ranges[-1][1]:
                 first, last = self._ranges.pop()
                 after = max(after, last)

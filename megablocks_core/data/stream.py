@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megablocks_core.data.indexed import IndexedDataset
-from megablocks_core.data.split import SequenceSplit, Split
+from megablocks_core.data.split import SequenceSplit, Split, checked_documents
 
 # A contiguous split of up to this many documents keeps their offsets in memory (8 MB), which finds
 # documents twenty times faster; a larger one is searched in the mapped index.
@@ -43,13 +43,11 @@ class Stream:
             raise ValueError(f"split {split.name!r} of sequences needs order='megatron'")
         self.indexed, self.split = indexed, split
         self._offsets: np.ndarray | None = None
-        documents = split.documents
+        documents = checked_documents(split, indexed.num_documents)
         if isinstance(documents, range):
-            _check_range(split, documents, indexed.num_documents)
             self._first_token = indexed.document_start(documents.start)
             self.num_tokens = indexed.document_start(documents.stop) - self._first_token
         else:
-            _check_array(split, documents, indexed.num_documents)
             self._offsets = split.offsets
             if self._offsets is None:
                 self._offsets = np.concatenate([[0], self._lengths(documents).cumsum()])
@@ -140,25 +138,3 @@ class Stream:
 
     def __reduce__(self) -> tuple[type["Stream"], tuple[IndexedDataset, Split]]:
         return type(self), (self.indexed, self.split)
-
-
-def _check_range(split: Split, documents: range, num_documents: int) -> None:
-    if not 0 <= documents.start <= documents.stop <= num_documents:
-        raise ValueError(f"split={split} must lie in {num_documents} documents")
-    if documents.step != 1:
-        raise ValueError(f"split={split} must leave out no document between its ends")
-
-
-def _check_array(split: Split, documents: np.ndarray, num_documents: int) -> None:
-    if documents.dtype != np.int64 or documents.ndim != 1:
-        raise ValueError(f"split {split.name!r}: documents must be one row of int64")
-    # Offsets come with documents that were put in order when they were found.
-    if split.offsets is None and not (documents[1:] > documents[:-1]).all():
-        raise ValueError(f"split {split.name!r}: documents must be in increasing order")
-    if len(documents) and not 0 <= documents[0] <= documents[-1] < num_documents:
-        raise ValueError(f"split {split.name!r} must lie in {num_documents} documents")
-    if split.offsets is not None and len(split.offsets) != len(documents) + 1:
-        raise ValueError(
-            f"split {split.name!r} of {len(documents)} documents must have one offset more, "
-            f"not {len(split.offsets)}"
-        )

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from megablocks_core.data.checks import several, whole_number
+
 
 def read_texts(*paths: str | os.PathLike[str], suffixes: Iterable[str] = ()) -> Iterator[str]:
     """Yield the texts of files and folders, in the order given.
@@ -22,6 +24,8 @@ def read_texts(*paths: str | os.PathLike[str], suffixes: Iterable[str] = ()) -> 
     endings = (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
     if not all(isinstance(ending, str) for ending in endings):
         raise ValueError(f"suffixes={suffixes!r} must be ends of names, such as '.py'")
+    if not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise ValueError(f"paths={paths!r} must be paths of files and folders")
     for path in map(Path, paths):
         if path.is_dir():
             for inside in _files_in(path):
@@ -33,6 +37,22 @@ def read_texts(*paths: str | os.PathLike[str], suffixes: Iterable[str] = ()) -> 
                 yield from _texts_of(path)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}: must be UTF-8 text ({error})") from None
+
+
+def utf8_of(texts: Iterable[str | bytes]) -> Iterator[bytes]:
+    """Yield the UTF-8 of some texts; bytes are taken as they are.
+
+    Raises:
+        ValueError: one that is no text, or a single text instead of several.
+    """
+    for number, text in enumerate(several("texts", texts)):
+        if not isinstance(text, str | bytes | bytearray):
+            raise ValueError(f"texts[{number}] of {type(text)} must be text or bytes")
+        try:
+            content = text.encode() if isinstance(text, str) else bytes(text)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"texts[{number}] must be UTF-8 text: {error}") from None
+        yield content
 
 
 def standard_library() -> list[Path]:
@@ -54,11 +74,10 @@ def shuffled_pieces(texts: Iterable[str], *, max_bytes: int, seed: int = 0) -> l
 
     No piece is longer than a hundredth of all, so that even one text fills two splits.
     """
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes={max_bytes} must be at least 1")
+    max_bytes, seed = whole_number("max_bytes", max_bytes, 1), whole_number("seed", seed)
     found, room = [], max_bytes
-    for text in texts:
-        found.append(text.encode()[:room])
+    for text in utf8_of(texts):
+        found.append(text[:room])
         room -= len(found[-1])
         if not room:
             break

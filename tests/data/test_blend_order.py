@@ -114,10 +114,12 @@ def test_no_window_of_a_batch_is_far_from_the_weights():
         (greedy, ([[0.5, 0.5]], 3), "weights=.* must be a row of numbers"),
         (greedy, ([0.0, 0.0], 3), "weights=.* must have one above 0"),
         (greedy, ([], 3), "weights=.* must have one above 0"),
-        (greedy, ([1.0], -1), "size=-1 must be 0 or more"),
-        (exhaustive, ([3, -1],), "sizes=.* must be a row of whole numbers, 0 or more"),
-        (exhaustive, ([3.0],), "sizes=.* must be a row of whole numbers"),
-        (exhaustive, ([[3]],), "sizes=.* must be a row of whole numbers"),
+        (greedy, ([1.0], -1), "size=-1 must be at least 0"),
+        (exhaustive, ([3, -1],), "sizes=.* must be 0 or more"),
+        (greedy, (["x"], 3), "weights=.* must be a row of numbers"),
+        (exhaustive, ([2**62, 2**62],), "sizes=.* sum to at most"),
+        (exhaustive, ([3.0],), "sizes=.* must be one row of whole numbers"),
+        (exhaustive, ([[3]],), "sizes=.* must be one row of whole numbers"),
     ],
 )
 def test_bad_input_is_named(monkeypatch, native, function, arguments, message):

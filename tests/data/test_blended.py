@@ -247,7 +247,7 @@ def test_equal_shuffles_are_refused(source, corpus):
         ({"order": "random"}, "order='random' must be"),
         ({"num_samples": 0}, "num_samples=0 must be at least 1"),
         ({"weights": {"a": 1, "c": 1}}, r"weights name \['c'\], must name of \['a', 'b'\]"),
-        ({"weights": {"a": -1, "b": 2}}, "must be 0 or more"),
+        ({"weights": {"a": -1, "b": 2}}, "weights: a=-1 must be .* 0 or more"),
         ({"weights": {"a": 0}}, "one above 0"),
         ({"weights": {"a": float("nan")}}, "finite"),
         ({"weights": []}, r"weights begin at samples \[\]"),

@@ -115,7 +115,7 @@ def test_samples_of_a_split_come_from_its_documents(tmp_path, documents):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "1,x"}, "must be numbers"),
+        ({"weights": "1,x"}, "must be several numbers"),
         ({"weights": "0,0"}, "one above 0"),
         ({"weights": "1,1,1,1"}, "more than names"),
         ({"weights": "1", "seed": -1}, "seed=-1 must be"),

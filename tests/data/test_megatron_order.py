@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -226,10 +227,13 @@ def test_more_samples_need_another_order(stream):
     [
         ({"seed": 2**32}, "seed=4294967296 must be between 0 and"),
         ({"seed": -1}, "seed=-1 must be between 0 and"),
-        ({"split": Split("far", range(3))}, "must be neighbours among 2"),
-        ({"split": Split("odd", range(0, 2, 2))}, "must be neighbours among 2"),
+        ({"split": Split("far", range(3))}, "must lie in 2 documents"),
+        ({"split": Split("odd", range(0, 2, 2))}, "must leave out no document"),
         ({"split": Split("far", np.array([0, 2]))}, "split 'far' must lie in 2"),
         ({"split": SequenceSplit("far", np.array([-1]))}, "split 'far' must lie in 2"),
+        ({"split": Split("twice", np.array([1, 1]))}, "split 'twice': .* in increasing order"),
+        ({"split": Split("list", cast(Any, [0, 1]))}, "split 'list': documents must be one row"),
+        ({"num_samples": 2**61}, "num_samples=2305843009213693952 must be of at most"),
     ],
 )
 def test_arguments_out_of_range_are_refused(stream, change, message):

@@ -34,7 +34,7 @@ def test_f_127_bounds(weights, documents, bounds):
     weights=st.lists(st.floats(0, 1e6), min_size=1, max_size=5).filter(lambda w: sum(w) > 1e-3),
 )
 def test_f_127_splits_never_overlap_and_hold_every_document(documents, weights):
-    runs = _runs(split_documents(documents, weights, names="abcde"))
+    runs = _runs(split_documents(documents, weights, names=list("abcde")))
     assert len(runs) == 5
     assert runs[0].start == 0
     assert runs[-1].stop == documents
