@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -67,28 +67,27 @@ def load(
         stored = Stored(place, sizes=group.rank == 0)
         if group.rank == 0:
             stored.check_rest()
-    if len(set(group.all_gather_object(stored.manifest.digest))) > 1:
-        raise CheckpointError(f"{task}: ranks see different checkpoints under this path")
     with together(task, group=group, raises=CheckpointError):
         wanted = Wanted(state, stored.manifest, group=group, cast=cast or {})
         outlines = pack([share.outline for share in wanted.shares])
-    message = (wanted.missing, wanted.asked, wanted.faults, outlines)
-    missing, asked, faults, packed = zip(*group.all_gather_object(message), strict=True)
-    with together(task, group=group, raises=CheckpointError):
-        faults = list(dict.fromkeys(chain(*faults)))
-        if faults:
-            raise ValueError(f"state does not fit {place}: {_first(faults, between='; ')}")
-        tensors = holdings(packed)
-        names = {tensor.name for tensor in tensors}
-        report = LoadReport(
-            list(dict.fromkeys(chain(*missing))),
-            unexpected(stored.manifest, set().union(*asked), names),
-        )
-        _check(report, str(place), strict=strict)
-        plan = plan_load(tensors, stored.manifest.tensors, group.rank, num_ranks=group.size)
-    _Work(stored, wanted, task, group).fill(plan)
-    with together(task, group=group, raises=CheckpointError):
-        wanted.finish(state)
+    message = (stored.manifest.digest, wanted.missing, wanted.asked, wanted.faults, outlines)
+    # From here to the plan every rank has the same input, and an error of one is one of all.
+    digests, missing, asked, faults, packed = zip(*group.all_gather_object(message), strict=True)
+    if len(set(digests)) > 1:
+        raise CheckpointError(f"{task}: ranks see different checkpoints under this path")
+    faults = list(dict.fromkeys(chain(*faults)))
+    if faults:
+        raise ValueError(f"state does not fit {place}: {_first(faults, between='; ')}")
+    tensors = holdings(packed)
+    report = LoadReport(
+        list(dict.fromkeys(chain(*missing))),
+        unexpected(stored.manifest, set().union(*asked), {tensor.name for tensor in tensors}),
+    )
+    _check(report, str(place), strict=strict)
+    _Work(stored, wanted, task, group).fill(
+        lambda: plan_load(tensors, stored.manifest.tensors, group.rank, num_ranks=group.size),
+        lambda: wanted.finish(state),
+    )
     return report
 
 
@@ -115,21 +114,27 @@ class _Work:
         self._memory = Memory(stored, wanted.shares)
         self._task, self._group = task, group
 
-    def fill(self, plan: list[LoadRound]) -> None:
-        """Read, send and receive, round by round."""
-        exchange: Exchange | None = None
-        for work in plan:
-            with self._together():
-                self._settle(exchange)
-                exchange = self._exchange(work)
-            exchange.send()
+    def fill(self, make_plan: Callable[[], list[LoadRound]], finish: Callable[[], None]) -> None:
+        """Read, send and receive, round by round, and then ``finish``."""
         with self._together():
-            self._settle(exchange)
+            plan = make_plan()
+            exchange = self._next(plan, None, finish)
+        while exchange is not None:
+            exchange.send()
+            with self._together():
+                exchange = self._next(plan, exchange, finish)
 
-    def _settle(self, exchange: Exchange | None) -> None:
+    def _next(
+        self, plan: list[LoadRound], exchange: Exchange | None, finish: Callable[[], None]
+    ) -> Exchange | None:
+        """Settle one round, and prepare the next one of ``plan`` or, after the last, finish."""
         if exchange is not None:
             exchange.unpack()
             self._memory.settle()
+        if plan:
+            return self._exchange(plan.pop(0))
+        finish()
+        return None
 
     def _exchange(self, work: LoadRound) -> Exchange:
         """Read what this rank reads; ranks that need the same cuts share one message."""

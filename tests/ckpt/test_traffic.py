@@ -73,4 +73,4 @@ def test_messages_of_a_save_and_a_load(tmp_path):
     assert sent[0] == nbytes * (size - 1) / size
     assert 0 < sent[1] <= 2 * nbytes * (size - 1) / size
     assert (save.rounds, load.rounds) == (1, 1)
-    assert (save.small, load.small) == (1 + 13, 1 + 7)
+    assert (save.small, load.small) == (1 + 13, 1 + 4)
