@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -63,9 +63,33 @@ def save(
         CheckpointError: Another rank failed.
         OSError: The disk is full, or another fault of the file system.
     """
+    save_entries(
+        path,
+        lambda: take_apart(state, group=group),
+        group=group,
+        files=files,
+        keep_last=keep_last,
+        keep_every=keep_every,
+    )
+
+
+def save_entries(
+    path: str | os.PathLike[str],
+    entries_of: Callable[[], Entries],
+    *,
+    group: Group,
+    files: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    checked: Callable[[], None] = lambda: None,
+) -> None:
+    """Write what ``entries_of()`` gives, as ``save`` does.
+
+    Whatever ``entries_of`` raises on one rank, and ``checked`` between two rounds, raises on all.
+    """
     task = f"save({str(path)!r})"
     with together(task, group=group, raises=CheckpointError):
-        entries = take_apart(state, group=group)
+        entries = entries_of()
         message = (entries.state, pack([share.outline for share in entries.shares]))
     states, packed = zip(*group.all_gather_object(message), strict=True)
     with together(task, group=group, raises=CheckpointError):
@@ -74,7 +98,7 @@ def save(
         plan = plan_save(tensors, group.rank, num_ranks=group.size)
         names = FileNames(plan.homes)
         beside = names.beside(files or {}, tensors)
-    work = _Work(entries, plan, names, task, group)
+    work = _Work(entries, plan, names, task, group, checked)
     work.compare(tensors)
     draft = Draft(path, group=group, keep_last=keep_last, keep_every=keep_every)
     try:
@@ -91,10 +115,17 @@ class _Work:
     """One rank's part of a save."""
 
     def __init__(
-        self, entries: Entries, plan: SavePlan, names: FileNames, task: str, group: Group
+        self,
+        entries: Entries,
+        plan: SavePlan,
+        names: FileNames,
+        task: str,
+        group: Group,
+        checked: Callable[[], None],
     ) -> None:
         self._shares = {share.name: share for share in entries.shares}
         self._plan, self._names, self._task, self._group = plan, names, task, group
+        self._checked = checked
         # Tensors that are being brought together.
         self._growing: dict[str, Tensor] = {}
 
@@ -130,12 +161,14 @@ class _Work:
         done: tuple[Round, Exchange] | None = None
         for work in self._plan.rounds:
             with self.together():
+                self._checked()
                 if done is not None:
                     self._complete(*done, writer)
                 exchange = self._exchange(work)
             exchange.send()
             done = (work, exchange)
         with self.together():
+            self._checked()
             if done is not None:
                 self._complete(*done, writer)
             for (tensor, box), (file, key) in zip(

@@ -1,0 +1,181 @@
+"""Save beside training: copied at once, written by a thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from threading import Event, Thread
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import nn
+
+from megablocks_core.ckpt.entries import Entries, take_apart
+from megablocks_core.ckpt.host_copies import HostCopies
+from megablocks_core.ckpt.manifest import CheckpointError
+from megablocks_core.ckpt.saving import save_entries
+from megablocks_core.groups import LOCAL, Group, marks
+
+_OWN = "Mesh(timeout=timedelta(minutes=30)).group('dp') makes one of the whole world"
+
+
+class AsyncSaver:
+    """Saves checkpoints while training goes on; one at a time.
+
+    ``save`` returns once the state is copied to host memory, which is used again by the next
+    one, and which no later change of the state reaches. A thread does the rest as ``ckpt.save``
+    does, with the same messages over ``group``. An error of it raises on every rank, at the next
+    call of ``save``, ``wait`` or ``close``. The interpreter does not end before the thread has.
+
+    As a context manager it waits at the end; if the body raised, it abandons first.
+
+    Args:
+        group: All ranks that hold a part of the state, in a group that nothing else uses, since
+            its messages come at any time: one of a mesh of its own. For the whole world that is
+            ``Mesh(timeout=timedelta(minutes=30)).group("dp")``; without a timeout of its own a
+            mesh shares the default process group.
+        on_durable: Called in the thread with a checkpoint's path, once it is durable.
+
+    Raises:
+        ValueError: ``group`` is the default process group, which training uses.
+    """
+
+    def __init__(
+        self, *, group: Group = LOCAL, on_durable: Callable[[str], None] = lambda _: None
+    ) -> None:
+        if group.size > 1 and group.pg is dist.group.WORLD:
+            raise ValueError(
+                f"group= is the default process group, must be one that nothing else uses: {_OWN}"
+            )
+        self._group, self._on_durable = group, on_durable
+        self._copies = HostCopies()
+        self._thread: Thread | None = None
+        self._abandoned = Event()
+        self._error: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is still being written on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        files: Mapping[str, Any] | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+    ) -> None:
+        """Copy ``state`` and begin to write it as the checkpoint ``path``.
+
+        Waits for the save before, if it is still being written.
+
+        Args:
+            path: As for ``ckpt.save``; so are the others.
+            state: What is copied before this returns.
+            files: JSON values to write beside the tensors.
+            keep_last: Older checkpoints to keep once this one is durable.
+            keep_every: As for ``prune``.
+
+        Raises:
+            ValueError: ``state`` holds what cannot be saved. Other ranks hear of it at their next
+                call.
+            Exception: What the save before raised; this one was not begun.
+        """
+        self.wait()
+        error: Exception | None = None
+        entries = Entries()
+        try:
+            self._refuse_shared_group(state)
+            entries = self._copies.take(take_apart(state, group=self._group))
+        except Exception as caught:
+            error = caught
+
+        def entries_of() -> Entries:
+            if error is not None:
+                raise error
+            return entries
+
+        def write() -> None:
+            try:
+                save_entries(
+                    path,
+                    entries_of,
+                    group=self._group,
+                    files=files,
+                    keep_last=keep_last,
+                    keep_every=keep_every,
+                    checked=self._check,
+                )
+                self._on_durable(str(path))
+            except BaseException as caught:
+                self._error = caught
+
+        self._thread = Thread(target=write, name=f"save({str(path)!r})")
+        self._thread.start()
+        if error is not None:
+            self._thread.join()
+            self._error = None
+            raise error
+
+    def wait(self) -> None:
+        """Return once nothing is being written.
+
+        Raises:
+            Exception: What the last save raised.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def abandon(self) -> None:
+        """Give up the save that is being written, on all ranks; return once it has ended.
+
+        Nothing of it is left, unless it was about to be durable: then it is.
+        """
+        self._abandoned.set()
+        try:
+            if self._thread is not None:
+                self._thread.join()
+        finally:
+            self._thread = self._error = None
+            self._abandoned.clear()
+
+    def close(self) -> None:
+        """``wait``; the saver keeps no memory."""
+        try:
+            self.wait()
+        finally:
+            self._copies = HostCopies()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.abandon()
+        self.close()
+
+    def _check(self) -> None:
+        if self._abandoned.is_set():
+            raise CheckpointError("the save was abandoned")
+
+    def _refuse_shared_group(self, state: Mapping[str, Any]) -> None:
+        for entry, module in state.items():
+            if not isinstance(module, nn.Module):
+                continue
+            for name, _, specs in marks(module):
+                if any(spec.group.size > 1 and spec.group.pg is self._group.pg for spec in specs):
+                    raise ValueError(
+                        f"group= cuts {entry}/{name}, must be one that nothing else uses: {_OWN}"
+                    )

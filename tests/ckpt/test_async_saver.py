@@ -1,0 +1,204 @@
+"""Saves beside training: what was there when ``save`` returned, or an error at the next call."""
+
+import random
+import time
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+from megablocks_core import ckpt
+from megablocks_core.ckpt import async_saver
+from megablocks_core.groups import Group, Mesh
+from megablocks_core.parallel import ColumnParallelLinear
+from megablocks_core.testing import ranks
+
+
+def _world():
+    return Group.of(dist.group.WORLD)
+
+
+def _own_world():
+    return Mesh(timeout=timedelta(minutes=1)).group("dp")
+
+
+def _held(monkeypatch):
+    """Saves wait for the event that is returned, before anything is written."""
+    go, save_entries = Event(), async_saver.save_entries
+
+    def held(*arguments, **options):
+        go.wait()
+        save_entries(*arguments, **options)
+
+    monkeypatch.setattr(async_saver, "save_entries", held)
+    return go
+
+
+def test_a_change_right_after_never_reaches_the_file(tmp_path, monkeypatch):
+    go, model, step = _held(monkeypatch), nn.Linear(4, 3), {"losses": [1.0]}
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "step": step}
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with ckpt.AsyncSaver() as saver:
+        saver.save(tmp_path / "a", state)
+        assert saver.is_busy
+        optimizer.step()
+        step["losses"].append(2.0)
+        go.set()
+    assert not saver.is_busy
+    assert not torch.equal(model.weight, before["weight"])
+    ckpt.load(tmp_path / "a", state)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert state["step"] == {"losses": [1.0]}
+
+
+def test_f153_the_last_of_several_saves_is_the_one_that_resumes(tmp_path):
+    state, durable = {"x": torch.zeros(2), "step": 0}, []
+    with ckpt.AsyncSaver(on_durable=durable.append) as saver:
+        for step in (1, 2):
+            state["x"].fill_(step)
+            saver.save(tmp_path / f"step-{step}", {**state, "step": step})
+    assert durable == [str(tmp_path / "step-1"), str(tmp_path / "step-2")]
+    assert ckpt.load_latest(tmp_path, state) == tmp_path / "step-2"
+    assert (state["step"], state["x"].tolist()) == (2, [2.0, 2.0])
+
+
+def test_f155_a_failed_save_is_heard_of_at_the_next_call_and_nothing_is_deleted(tmp_path):
+    x, durable = torch.ones(3), []
+    saver = ckpt.AsyncSaver(on_durable=durable.append)
+    saver.save(tmp_path / "a", {"x": x})
+    saver.wait()
+    (tmp_path / "b").write_text("in the way")
+    saver.save(tmp_path / "b", {"x": x}, keep_last=1)
+    with pytest.raises(ValueError, match="must be new or an empty folder"):
+        saver.save(tmp_path / "c", {"x": x})
+    assert durable == [str(tmp_path / "a")]
+    assert not (tmp_path / "c").exists()
+    assert ckpt.latest(tmp_path) == tmp_path / "a"
+    saver.save(tmp_path / "c", {"x": x})  # heard of once
+    saver.close()
+    assert ckpt.latest(tmp_path) == tmp_path / "c"
+
+
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path):
+    with ckpt.AsyncSaver() as saver:
+        with pytest.raises(ValueError, match="must be a module"):
+            saver.save(tmp_path / "a", {"x": object()})
+        assert not saver.is_busy
+        saver.save(tmp_path / "a", {"x": torch.ones(1)})
+    assert ckpt.latest(tmp_path) == tmp_path / "a"
+
+
+def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
+    go, finished = _held(monkeypatch), []
+    saver = ckpt.AsyncSaver(on_durable=lambda path: finished.append(Path(path).name))
+    saver.save(tmp_path / "a", {"x": torch.ones(1)})
+    assert finished == []
+    go.set()
+    saver.save(tmp_path / "b", {"x": torch.ones(1)})
+    assert finished[:1] == ["a"]
+    saver.close()
+    assert finished == ["a", "b"]
+
+
+def test_an_abandoned_save_leaves_nothing(tmp_path, monkeypatch):
+    go, saver = _held(monkeypatch), ckpt.AsyncSaver()
+    saver.save(tmp_path / "a", {"x": torch.ones(1)})
+    monkeypatch.setattr(saver._thread, "join", _then(go.set, saver._thread.join))
+    saver.abandon()
+    assert list(tmp_path.iterdir()) == []
+    saver.save(tmp_path / "b", {"x": torch.ones(1)})
+    saver.close()
+    assert ckpt.latest(tmp_path) == tmp_path / "b"
+
+
+def test_an_error_in_the_body_abandons(tmp_path, monkeypatch):
+    go = _held(monkeypatch)
+    with pytest.raises(KeyError, match="loss"), ckpt.AsyncSaver() as saver:
+        saver.save(tmp_path / "a", {"x": torch.ones(1)})
+        monkeypatch.setattr(saver._thread, "join", _then(go.set, saver._thread.join))
+        raise KeyError("loss")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _then(first, second):
+    def both():
+        first()
+        second()
+
+    return both
+
+
+@ranks(2)
+@pytest.mark.parametrize("saves", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_saves_beside_collectives_of_training_with_random_delays(saves, tmp_path):
+    root, world = tmp_path, _world()
+    tp = Mesh(tp=2).group("tp")
+    model, delays = ColumnParallelLinear(6, 4, group=tp).double(), random.Random(dist.get_rank())
+    with ckpt.AsyncSaver(group=_own_world()) as saver:
+        for step in range(saves):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            saver.save(root / f"{step:02}", {"model": model, "step": step}, keep_last=2)
+            for _ in range(3):
+                time.sleep(delays.random() / 500)
+                assert world.all_reduce(torch.tensor([step])).item() == 2 * step
+    state = {"model": model, "step": 0}
+    assert ckpt.load_latest(root, state, group=world) == root / f"{saves - 1:02}"
+    assert (state["step"], model.weight.unique().tolist()) == (saves - 1, [saves - 1])
+    assert len([path for path in root.iterdir() if path.is_dir()]) == 2
+
+
+@ranks(2)
+def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
+    root, group = tmp_path, _own_world()
+    saver = ckpt.AsyncSaver(group=group)
+    state = {"x": torch.ones(1) if group.rank else object()}
+    if group.rank == 0:
+        with pytest.raises(ValueError, match="must be a module"):
+            saver.save(root / "a", state)
+    else:
+        saver.save(root / "a", state)
+        with pytest.raises(ValueError, match="failed on rank 0"):
+            saver.wait()
+    assert not (root / "a").exists()
+    saver.save(root / "b", {"x": torch.ones(1)})
+    saver.wait()
+
+
+@ranks(2)
+def test_one_rank_abandons_for_all(tmp_path):
+    root, group = tmp_path, _own_world()
+    saver, go = ckpt.AsyncSaver(group=group), Event()
+    state = {"x": torch.ones(1)}
+    if group.rank == 0:
+        save_entries = async_saver.save_entries
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                async_saver, "save_entries", lambda *a, **k: (go.wait(), save_entries(*a, **k))
+            )
+            saver.save(root / "a", state)
+            patch.setattr(saver._thread, "join", _then(go.set, saver._thread.join))
+            saver.abandon()
+    else:
+        saver.save(root / "a", state)
+        with pytest.raises(ckpt.CheckpointError, match="rank 0: .*abandoned"):
+            saver.close()
+    assert not (root / "a").exists()
+
+
+@ranks(2)
+def test_groups_that_training_uses_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="is the default process group"):
+        ckpt.AsyncSaver(group=_world())
+    tp = Mesh(tp=2, timeout=timedelta(minutes=1)).group("tp")
+    saver = ckpt.AsyncSaver(group=tp)
+    with pytest.raises(ValueError, match="cuts model/weight"):
+        saver.save(tmp_path / "a", {"model": ColumnParallelLinear(6, 4, group=tp)})
