@@ -107,7 +107,7 @@ def train(options: argparse.Namespace) -> Decoder:
     rate = Scheduled(optimizer, cosine_schedule(len(samples), warmup=len(samples) // 10))
     metrics = Metrics("loss", "grad_norm", group=dp)
     spec = {**model.spec.to_hf(), "adapted_layers": adapted}
-    record = run_record(mesh=mesh.describe(), spec=spec)
+    record = run_record(mesh=mesh.describe(), spec=spec, optimizer=optimizer, schedule=rate)
     with RunFolder(options.out, record=record, group=world) as run:
         for step, (micro_batches, num_tokens) in enumerate(batches):
             for batch in micro_batches:

@@ -232,6 +232,19 @@ def train(options: argparse.Namespace) -> Decoder | None:
     dtype, cut_tokens = getattr(torch, options.dtype), options.sequence_parallel
     model = Decoder(model_spec(options), mesh=mesh, sequence_parallel=cut_tokens, dtype=dtype)
     optimizers, rates = optimizers_of(model, options)
+    length = options.sequence_length
+    record = run_record(
+        label=f"tp={options.tp}, dp={dp.size}",
+        mesh=mesh.describe(),
+        spec=model.spec.to_hf(),
+        data=xxhash.xxh3_128_hexdigest((options.out / "tokens.bin").read_bytes()),
+        tokenizer="bytes",
+        optimizer=optimizers,
+        schedule=rates,
+        flops_per_token=training_flops(decoder_work(model.spec), [length]) / length,
+        peak_flops=matmul_peak(group=world),
+        price_per_hour=options.price_per_hour,
+    )
     state = {"model": model, **optimizers, "step": 0, "consumed": 0}
     resume(state, options, group=world)
     first, last = state["step"], min(options.steps, options.stop_after or options.steps)
@@ -239,21 +252,10 @@ def train(options: argparse.Namespace) -> Decoder | None:
         return model if first == options.steps else None
     batches = train_batches(consumed=state["consumed"])
 
-    length = options.sequence_length
     metrics, is_finite = Metrics("loss", group=dp), FiniteGuard()
     timer = StepTimer(sample_every=50, group=world)
     watched = watch(model, every=50, step=first, group=world)
     progress = Progress(last, start=first, group=world)
-    record = run_record(
-        label=f"tp={options.tp}, dp={dp.size}",
-        mesh=mesh.describe(),
-        spec=model.spec.to_hf(),
-        data=xxhash.xxh3_128_hexdigest((options.out / "tokens.bin").read_bytes()),
-        tokenizer="bytes",
-        flops_per_token=training_flops(decoder_work(model.spec), [length]) / length,
-        peak_flops=matmul_peak(group=world),
-        price_per_hour=options.price_per_hour,
-    )
     with (
         RunFolder(options.out, record=record, step=first, group=world) as run,
         StopAfter(minutes=options.minutes, group=world) as stop,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megablocks_core.groups.group import LOCAL as LOCAL
     from megablocks_core.groups.group import Group as Group
     from megablocks_core.groups.group import bind as bind
+    from megablocks_core.groups.group import check_group as check_group
     from megablocks_core.groups.marking import mark as mark
     from megablocks_core.groups.marking import marks as marks
     from megablocks_core.groups.marking import specs_of as specs_of
@@ -64,7 +65,7 @@ _HOMES = {
         "split_evenly",
         "whole_shape",
     ),
-    "group": ("LOCAL", "Group", "bind"),
+    "group": ("LOCAL", "Group", "bind", "check_group"),
     "marking": ("mark", "marks", "specs_of"),
     "mesh": ("Mesh",),
     "outcome": ("together",),

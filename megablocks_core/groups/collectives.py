@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megablocks_core.groups.cuts import ShardSpec, chunk_slice
-from megablocks_core.groups.group import Group
+from megablocks_core.groups.group import Group, check_group
 from megablocks_core.groups.messages import (
     all_gather,
     finish_reduce_scatter,
@@ -68,6 +68,7 @@ def copy_to(
         reduce_dtype: Sum in this dtype; default that of each gradient, at least float32 for
             16-bit gradients of several tensors (weights).
     """
+    check_group(group)
     if group.size == 1:
         return tensors[0] if len(tensors) == 1 else tensors
     if len(tensors) == 1 and reduce_dtype is None:
@@ -97,6 +98,7 @@ def reduce_from(x: Tensor, *, group: Group) -> Tensor:
 
     The right one where each rank holds a part of a sum and all go on with the whole alike.
     """
+    check_group(group)
     return x if group.size == 1 else _ReduceFrom.apply(x, group)
 
 
@@ -117,6 +119,7 @@ def gather_from(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int] | Non
         ValueError: ``dim`` is not a dimension of ``x``; ``sizes`` has not one length a rank, or
             another one for this rank.
     """
+    check_group(group)
     dim = _from_front(dim, x)
     if group.size == 1:
         return x
@@ -132,6 +135,7 @@ def all_gather_to(
     features (a column-parallel product under sequence parallelism). Arguments as for
     ``gather_from``.
     """
+    check_group(group)
     dim = _from_front(dim, x)
     if group.size == 1:
         return x
@@ -153,6 +157,7 @@ def scatter_to(x: Tensor, *, dim: int, group: Group, sizes: Sequence[int] | None
         ValueError: ``dim`` is not a dimension of ``x``; ``sizes`` has not one length a rank, or
             they do not add up.
     """
+    check_group(group)
     dim = _from_front(dim, x)
     if group.size == 1:
         return x
@@ -167,6 +172,7 @@ def reduce_scatter_to(
     The right one where each rank holds a part of a sum and goes on with its own tokens of it
     (a row-parallel product under sequence parallelism). Arguments as for ``scatter_to``.
     """
+    check_group(group)
     dim = _from_front(dim, x)
     if group.size == 1:
         return x
@@ -192,6 +198,7 @@ def all_to_all(x: Tensor, *, send: Sequence[int], receive: Sequence[int], group:
         ValueError: ``send`` or ``receive`` has not one number a rank, or ``send`` does not add
             up to the rows of ``x``.
     """
+    check_group(group)
     if x.dim() == 0:
         raise ValueError("x of shape () must have rows to send")
     for name, rows in (("send", send), ("receive", receive)):
@@ -333,8 +340,8 @@ class _AllToAll(torch.autograd.Function):
 
 def _from_front(dim: int, x: Tensor) -> int:
     """``dim`` counted from the front."""
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim={dim} must be a dimension of x, whose shape is {tuple(x.shape)}")
+    if not hasattr(dim, "__index__") or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim!r} must be a dimension of x, whose shape is {tuple(x.shape)}")
     return dim % x.dim()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megablocks_core.groups.group import Group
+from megablocks_core.groups.group import Group, check_group
 
 Box = tuple[slice, ...]
 
@@ -26,6 +26,7 @@ def split_evenly(length: int, *, group: Group, name: str) -> slice:
     Raises:
         ValueError: ``length`` does not divide evenly; ``name`` is what the caller calls it.
     """
+    check_group(group)
     if length % group.size:
         raise ValueError(f"{name}={length} must divide evenly over a group of {group.size} ranks")
     return chunk_slice(length, group.size, group.rank)
@@ -78,6 +79,7 @@ class ShardSpec:
     segments: tuple[Segment, ...] | None = None
 
     def __post_init__(self) -> None:
+        check_group(self.group)
         if self.dim < 0:
             raise ValueError(f"dim={self.dim} must be counted from the front (0 or more)")
         for segment in self.segments or ():

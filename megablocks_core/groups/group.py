@@ -40,7 +40,7 @@ class Group:
         """Wrap a process group of torch.distributed; one of a single rank becomes ``LOCAL``.
 
         Raises:
-            ValueError: There is none: ``dist.group.WORLD`` before the world is initialised.
+            ValueError: It is none, such as ``dist.group.WORLD`` before the world is initialised.
         """
         import torch.distributed as dist
 
@@ -48,6 +48,8 @@ class Group:
             raise ValueError(
                 "process_group=None must be a process group: call init_process_group first"
             )
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ValueError(f"process_group={process_group!r} must be one of torch.distributed")
         ranks = tuple(dist.get_process_group_ranks(process_group))
         if len(ranks) == 1:
             return LOCAL
@@ -180,12 +182,24 @@ class Group:
 LOCAL = Group()
 
 
+def check_group(group: object, name: str = "group") -> None:
+    """Raise unless it is a ``Group``: an axis's name or ``None`` in its place is a usual slip.
+
+    Raises:
+        ValueError: It is none; ``name`` is what the caller calls it.
+    """
+    if not isinstance(group, Group):
+        raise ValueError(f'{name}={group!r} must be a Group: LOCAL, or such as mesh.group("tp")')
+
+
 def bind(module: nn.Module, *groups: Group) -> None:
     """Bind every unpickled group that ``module`` or its marks hold to the one of equal ranks.
 
     Raises:
         ValueError: A group that the module holds has the ranks of none in ``groups``.
     """
+    for group in groups:
+        check_group(group)
     by_ranks = {group.ranks: group for group in groups}
     for held in _groups_of(module):
         if held.size == 1 or held._pg is not None:

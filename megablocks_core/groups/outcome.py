@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megablocks_core.groups.group import Group
+from megablocks_core.groups.group import Group, check_group
 
 
 @contextmanager
@@ -17,6 +17,7 @@ def together(task: str, *, group: Group, raises: type[Exception] = RuntimeError)
     rank waits for one that gave up. The body must not communicate. One small message (every
     rank's outcome) at the end.
     """
+    check_group(group)
     mine: Exception | None = None
     try:
         yield

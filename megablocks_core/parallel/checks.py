@@ -20,6 +20,13 @@ def require(ok: Tensor, message: str, found: Callable[[], str] | None = None) ->
         raise ValueError(message if found is None else f"{message}; {found()}")
 
 
+def check_tensors(**tensors: object) -> None:
+    """Raise unless each is a tensor: a list or an array in its place is a usual slip."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} of type {type(value).__name__} must be a tensor")
+
+
 def check_reduction(reduction: str) -> None:
     """Raise unless it is a name of how losses become one, or stay."""
     if reduction not in ("none", "sum", "mean"):
@@ -28,8 +35,10 @@ def check_reduction(reduction: str) -> None:
 
 def check_positive(name: str, value: float | None) -> None:
     """Raise unless a bound or divisor is positive and finite, where there is one."""
-    if value is not None and not 0.0 < value < math.inf:
-        raise ValueError(f"{name}={value} must be positive and finite")
+    if value is None:
+        return
+    if not hasattr(value, "__float__") or not 0.0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} must be positive and finite")
 
 
 def check_targets(

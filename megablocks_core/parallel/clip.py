@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.groups import LOCAL, Group, ShardSpec, marks
+from megablocks_core.groups import LOCAL, Group, ShardSpec, check_group, marks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,6 +46,7 @@ def clip_grad_norm_(
     Raises:
         ValueError: ``norm_type`` is not above 0.
     """
+    check_group(pp, "pp")
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be above 0")
     cut = _with_cuts(module_or_parameters)

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from megablocks_core.groups import LOCAL, Group, chunk_slice
+from megablocks_core.groups import LOCAL, Group, check_group, chunk_slice
 from megablocks_core.parallel.checks import (
     check_reduction,
     check_targets,
+    check_tensors,
     check_vocab_size,
     require,
 )
@@ -73,10 +74,12 @@ def vocab_parallel_cross_entropy(
             not constant. In compiled code and on other devices than the CPU, what depends on
             values is asserted asynchronously.
     """
+    check_group(group)
     terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
     try:
-        _check(logits, targets)
+        check_tensors(logits=logits, targets=targets)
         check_targets(targets, ignore_index=ignore_index, **terms)
+        _check(logits, targets)
         check_vocab_size(vocab_size)
         check_reduction(reduction)
     except ValueError:
@@ -102,11 +105,12 @@ def vocab_parallel_cross_entropy(
     valid_T = targets != ignore_index
     outside_T = valid_T & ((targets < 0) | (targets >= whole))
     index_T = targets - start
+    hint = "; logits that are cut over ranks need their group=" * (group.size == 1)
     sums = _sums(x_Tc, top_T, index_T, outside_T, smoothed=label_smoothing > 0, group=group)
     require(
         sums.outside == 0,
         "targets must lie in the vocabulary or equal ignore_index",
-        lambda: f"found {targets[outside_T][:5].tolist()} with {int(whole)} entries",
+        lambda: f"found {targets[outside_T][:5].tolist()} with {int(whole)} entries{hint}",
     )
     even = torch.full_like(sums.outside, label_smoothing) / whole
     options = _Options(label_smoothing, z_loss, x_Tc.shape[-1])
@@ -135,7 +139,9 @@ def _check(logits: Tensor, targets: Tensor) -> None:
 
 def _refuse(logits: Tensor, known: bool, group: Group) -> None:
     """Let other ranks hear, in the first message, that this one raises instead."""
-    if logits.dim() == 0 or not logits.is_floating_point() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not isinstance(logits, Tensor):
+        return
+    if logits.dim() == 0 or not logits.is_floating_point():
         return
     top_T = _own_maxima(logits[..., :0]).flatten()
     same = top_T.new_full((6,), torch.inf)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups import LOCAL, Group, check_group
 from megablocks_core.parallel.checks import (
     check_positive,
     check_reduction,
+    check_tensors,
     check_vocab_size,
     require,
 )
@@ -96,6 +97,8 @@ def vocab_parallel_kl(
             the mass of its "bucket" at another temperature than 1, or "reverse" where it has
             been renormalized and the divergence is infinite.
     """
+    check_group(group)
+    check_tensors(logits=logits)
     tokens = logits.shape[:-1]
     try:
         _check_logits(logits, teacher)
@@ -121,6 +124,10 @@ def _check_logits(logits: Tensor, teacher: Tensor | StoredTopK) -> None:
         raise ValueError(f"logits {tuple(logits.shape)} of {logits.dtype} must be numbers [T v]")
     if isinstance(teacher, StoredTopK):
         return
+    if not isinstance(teacher, Tensor):
+        raise ValueError(
+            f"teacher of type {type(teacher).__name__} must be a tensor of logits or a StoredTopK"
+        )
     if teacher.shape != logits.shape:
         raise ValueError(
             f"teacher of shape {tuple(teacher.shape)} must have the shape of logits, "
@@ -137,6 +144,8 @@ def check_divergence(
     if direction not in ("forward", "reverse"):
         raise ValueError(f'direction={direction!r} must be "forward" or "reverse"')
     check_positive("temperature", temperature)
+    if mask is not None:
+        check_tensors(mask=mask)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens):
         raise ValueError(
             f"mask {tuple(mask.shape)} of {mask.dtype} must be booleans {tuple(tokens)}"
@@ -148,6 +157,7 @@ def check_stored(
 ) -> None:
     """Raise where a stored teacher does not fit the tokens, or cannot say what is asked."""
     log_probs, indices, missing = teacher
+    check_tensors(log_probs=log_probs, indices=indices)
     if log_probs.shape != indices.shape or log_probs.shape[:-1] != tokens or log_probs.dim() == 0:
         raise ValueError(
             f"log_probs {tuple(log_probs.shape)} and indices {tuple(indices.shape)} must have "

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megablocks_core.parallel.checks import check_tensors
 from megablocks_core.parallel.counter import as_word, bits_of, key_of
 
 # Elements worked on at a time, so that temporary memory is bounded and fits a CPU's cache.
@@ -42,10 +43,12 @@ class DropoutKey:
     step: int | Tensor
 
     def __post_init__(self) -> None:
-        if not (_is_integer(self.seed) and 0 <= self.seed < 1 << 63):
-            raise ValueError(f"seed={self.seed} must lie between 0 and 2**63 - 1, and be whole")
-        if not _is_integer(self.step):
-            raise ValueError(f"step={self.step} must be an integer")
+        if not (hasattr(self.seed, "__index__") and not isinstance(self.seed, Tensor)):
+            raise ValueError(f"seed={self.seed!r} must be a whole number, and no tensor")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed} must lie between 0 and 2**63 - 1")
+        if not _is_integer(self.step) or (isinstance(self.step, Tensor) and self.step.numel() != 1):
+            raise ValueError(f"step={self.step!r} must be one integer")
 
     def index(self, sample_ids: Tensor, positions: Tensor) -> Tensor:
         """One word a token, int64 [... T], that ``dropout`` takes as its ``index``.
@@ -56,8 +59,9 @@ class DropoutKey:
             positions: Each token's place in its sample; integers [T] or [... T].
 
         Raises:
-            ValueError: They are no integers: rounded, tokens would share their masks.
+            ValueError: They are no tensors of integers: rounded, tokens would share their masks.
         """
+        check_tensors(sample_ids=sample_ids, positions=positions)
         for name, numbers in (("sample_ids", sample_ids), ("positions", positions)):
             if not _is_integer(numbers):
                 raise ValueError(f"{name} of {numbers.dtype} must be integers")
@@ -84,9 +88,12 @@ def dropout(
         first_feature: Where this rank's features start in the whole, if they are cut.
 
     Raises:
-        ValueError: ``p`` is no probability, ``stream`` no name, ``index`` is not of the tokens
-            of ``x`` or not int64, or ``first_feature`` is not whole, or negative.
+        ValueError: ``x`` is not floating, ``p`` no probability, ``stream`` no name, ``index`` is
+            not of the tokens of ``x`` or not int64, or ``first_feature`` is not whole, or negative.
     """
+    check_tensors(x=x_TF, index=index)
+    if not x_TF.is_floating_point():
+        raise ValueError(f"x of {x_TF.dtype} must be floating-point numbers")
     check_probability(p, "p")
     if index.dtype != torch.int64:
         raise ValueError(f"index of {index.dtype} must be int64, as DropoutKey.index makes it")

@@ -71,8 +71,8 @@ class VocabParallelEmbedding(nn.Module):
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.sequence_parallel = sequence_parallel
         self.group = group
-        self.rows = chunk_slice(num_embeddings, group.size, group.rank)
         self.spec = ShardSpec(0, group, (Segment(num_embeddings),))
+        self.rows = chunk_slice(num_embeddings, group.size, group.rank)
         num_rows = self.rows.stop - self.rows.start
         self.weight = nn.Parameter(torch.empty(num_rows, embedding_dim, device=device, dtype=dtype))
         mark(self, "weight", self.spec)

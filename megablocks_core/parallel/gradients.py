@@ -6,7 +6,7 @@ The plainest form of data parallelism: call it once between backward and the opt
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.groups import LOCAL, Group, marks
+from megablocks_core.groups import LOCAL, Group, check_group, marks
 
 
 @torch.no_grad()
@@ -32,6 +32,8 @@ def reduce_gradients(
     Raises:
         ValueError: ``reduction`` is neither.
     """
+    check_group(group)
+    check_group(expert_group, "expert_group")
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction={reduction!r} must be "mean" or "sum"')
     divisor = group.size if reduction == "mean" else 1

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megablocks_core.groups import LOCAL, Group
-from megablocks_core.parallel.checks import check_targets
+from megablocks_core.groups import LOCAL, Group, check_group
+from megablocks_core.parallel.checks import check_targets, check_tensors
 from megablocks_core.parallel.chunked_head import Criterion, maxima, merge_exponentials
 from megablocks_core.parallel.chunked_loss import check_head, check_options, reduced_loss
 from megablocks_core.parallel.head_loss import HeadLoss, Pointers, one_operation
@@ -81,11 +81,14 @@ def linear_cross_entropy(
             known where ``vocab_size`` is given; where not, it is concluded from weights that
             are equal on all ranks.
     """
+    check_group(group)
+    check_tensors(hidden=hidden)
     terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
     try:
         cut = group if sequence_parallel else LOCAL
-        check_head(hidden, weight, bias, targets.shape, cut, "targets")
+        check_tensors(weight=weight, targets=targets)
         check_targets(targets, ignore_index=ignore_index, **terms)
+        check_head(hidden, weight, bias, targets.shape, cut, "targets")
         check_options(vocab_size, soft_cap, reduction)
     except ValueError:
         refuse(group, hidden.device)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megablocks_core.groups import LOCAL, Group
-from megablocks_core.parallel.checks import check_positive
+from megablocks_core.groups import LOCAL, Group, check_group
+from megablocks_core.parallel.checks import check_positive, check_tensors
 from megablocks_core.parallel.chunked_head import Criterion, HeadLogits, chunk_of
 from megablocks_core.parallel.chunked_loss import check_head, check_options, reduced_loss
 from megablocks_core.parallel.divergence import (
@@ -88,8 +88,12 @@ def linear_kl(
         ValueError: As for ``linear_cross_entropy`` and ``vocab_parallel_kl``. Under sequence
             parallelism with a ``TeacherHead`` a mask must say how many tokens there are.
     """
+    check_group(group)
+    check_tensors(hidden=hidden)
     cut = group if sequence_parallel else LOCAL
     try:
+        check_tensors(weight=weight)
+        _check_kind(teacher)
         tokens = _tokens(hidden, teacher, mask, cut)
         check_head(hidden, weight, bias, tokens, cut, "mask")
         check_divergence(direction, temperature, mask, tokens)
@@ -111,6 +115,16 @@ def linear_kl(
     where = sequence_parallel, group
     loss = HeadLoss(kind, [mask, *tensors], numbers, word, vocab_size, soft_cap, *where)
     return reduced_loss(hidden, weight, bias, loss, reduction)
+
+
+def _check_kind(teacher: object) -> None:
+    if not isinstance(teacher, TeacherHead | StoredTopK):
+        raise ValueError(
+            f"teacher of type {type(teacher).__name__} must be a TeacherHead or a StoredTopK; "
+            "logits are for vocab_parallel_kl"
+        )
+    if isinstance(teacher, TeacherHead):
+        check_tensors(teacher_hidden=teacher.hidden, teacher_weight=teacher.weight)
 
 
 def _check_teacher(
@@ -138,6 +152,7 @@ def _tokens(
 ) -> torch.Size:
     """The shape of all tokens."""
     if mask is not None:
+        check_tensors(mask=mask)
         return mask.shape
     if isinstance(teacher, StoredTopK):
         return teacher.indices.shape[:-1]

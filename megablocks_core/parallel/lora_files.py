@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -66,12 +67,15 @@ def save_lora(module: nn.Module, path: str | os.PathLike[str], *, group: Group =
     Args:
         module: A model with adapters, or with merged ones.
         path: The folder: new or empty.
-        group: All ranks that call it (usually the world): it says which of them writes.
+        group: All ranks that call it (usually the world): it says which of them writes. Over
+            ``LOCAL`` every rank that calls it writes, and all but the first to end are refused.
 
     Raises:
-        ValueError: ``module`` has no adapter, its adapters differ in ``rslora``, or ``path`` is
-            a folder with files; on every rank.
+        ValueError: ``module`` has no adapter, its adapters differ in ``rslora``, they are cut
+            over ranks that ``group`` lacks, or ``path`` is a folder with files; on every rank.
     """
+    with together("save_lora", group=group):
+        _require_all_holders(module, group)
     tensors: dict[str, Tensor] = {}
     adapters = {}
     for name, layer, adapter in adapted_layers(module):
@@ -128,6 +132,17 @@ def load_lora(
     return tuple(layers)
 
 
+def _require_all_holders(module: nn.Module, group: Group) -> None:
+    for name, layer, _ in adapted_layers(module):
+        for _, factor in factors_of(layer):
+            for spec in specs_of(factor, "weight"):
+                if not set(spec.group.ranks) <= set(group.ranks) and spec.group.size > 1:
+                    raise ValueError(
+                        f"group of ranks {list(group.ranks)} must include the ranks "
+                        f"{list(spec.group.ranks)}, which hold parts of {name}"
+                    )
+
+
 def _stored_name(name: str, leaf: str) -> str:
     """peft keeps an embedding's factors as bare parameters."""
     return f"{name}.{leaf}" if leaf.startswith("lora_embedding") else f"{name}.{leaf}.weight"
@@ -166,17 +181,25 @@ def _number(alpha: float) -> float:
 
 
 def _write(target: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ValueError(f"path={str(target)!r} must be new or an empty folder")
-    staging = target.parent / f".{target.name}.partial"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    _require_new(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
+        staging.chmod(target.parent.stat().st_mode & 0o777)
         save_file(tensors, staging / _TENSORS, metadata={"format": "pt"})
         (staging / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        staging.rename(target)
+        try:
+            staging.rename(target)
+        except OSError:
+            _require_new(target)  # another process, such as a rank without group=, was faster
+            raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _require_new(target: Path) -> None:
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"path={str(target)!r} must be new or an empty folder")
 
 
 def _layers(module: nn.Module, stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

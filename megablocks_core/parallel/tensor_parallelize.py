@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from megablocks_core.groups import Group, load_slices, mark, specs_of, whole_tensor
+from megablocks_core.groups import Group, check_group, load_slices, mark, specs_of, whole_tensor
 from megablocks_core.parallel.blueprint import UNDO, Blueprint, draw, output_head, parent_of
 from megablocks_core.parallel.boundaries import (
     BeginSharing,
@@ -99,6 +99,7 @@ def tensor_parallelize(
             wrapped a layer; an adapter is merged; or a block that mixes tokens would see a part
             of them. Nothing was changed.
     """
+    check_group(group)
     refuse_peft(module)
     adapters = spare_adapters(module, cut=False)
     try:

@@ -32,7 +32,11 @@ def next_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     documents, and with ``gather_logits=True`` where the model takes it; whole logits [... V],
     or an output that has them as ``logits``, must come back. In float32 or better. Labels of
     -100 count for nothing.
+
+    Raises:
+        ValueError: ``batch`` is no dict with tokens, labels and loss_mask.
     """
+    _check_batch(batch)
     takes = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"gather_logits": True} if "gather_logits" in takes else {}
     if batch.get("cu_seqlens") is not None:
@@ -95,18 +99,22 @@ def evaluate(
     ``in_step`` 8 bytes a rank before each batch, and a batch to ranks that never had one.
 
     Raises:
-        ValueError: Nothing was counted in a set on any rank: there is no mean.
+        ValueError: Nothing was counted in a set on any rank: there is no mean; what is to be
+            gone through is no loader, or several without names; or ``loss`` returned no pair.
         RuntimeError: Another rank failed. The rank that did raises what went wrong there.
     """
     sets = loader if isinstance(loader, Mapping) else {"loss": loader}
+    if not sets:
+        raise ValueError("loader={} must name at least one loader")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     total = Metrics(*sets, _FAILED, group=group, device=device)
     failure: Exception | None = None
     try:
         with _untouched(model, sets.values(), device):
             for name, items in sets.items():
+                _check_loader(name, items)
                 batches = (batch for item in items for batch in _batches_of(item))
-                run = partial(loss, model)
+                run = partial(_pair, loss, model)
                 pairs = _in_step(batches, run, device, group) if in_step else map(run, batches)
                 for pair in pairs:
                     total.add(name, *pair)
@@ -126,8 +134,34 @@ def evaluate(
     return {name: means[name] for name in sets} if sets is loader else means["loss"]
 
 
+def _check_batch(batch: object) -> None:
+    needed = ("tokens", "labels", "loss_mask")
+    if not isinstance(batch, Mapping) or any(name not in batch for name in needed):
+        what = sorted(batch) if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
+        raise ValueError(
+            f"a batch of {what} must be a dict with {', '.join(needed)}; several loaders go in "
+            "by name, as a dict"
+        )
+
+
+def _check_loader(name: str, loader: object) -> None:
+    if isinstance(loader, Tensor | str) or not isinstance(loader, Iterable):
+        raise ValueError(f"loader {name!r} of type {type(loader).__name__} must yield batches")
+
+
 def _batches_of(item: Any) -> Iterable[Any]:
+    if isinstance(item, Iterator) or hasattr(item, "consumed"):
+        raise ValueError(
+            f"loader yields another, a {type(item).__name__}: several go in by name, as a dict"
+        )
     return getattr(item, "micro_batches", (item,))
+
+
+def _pair(loss: Loss, model: nn.Module, batch: Any) -> Pair:
+    found = loss(model, batch)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise ValueError(f"loss={found!r} of a batch must be a pair: a sum and a count")
+    return found[0], found[1]
 
 
 def _in_step(

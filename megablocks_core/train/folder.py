@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from megablocks_core.files import read_json, replace_file
-from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups import LOCAL, Group, check_group, together
+from megablocks_core.train.failures import leave_failure, remove_failures, with_first_causes
 from megablocks_core.train.lines import JsonLines, Line, finite, read_lines
 from megablocks_core.train.metrics import Mean, pooled
 
@@ -26,7 +27,7 @@ _FATE = ("step", "started", "ended", "error", "recovery_seconds")
 
 
 class RunFolder:
-    """Writes a run's folder on rank 0 of ``group``; the other ranks do nothing.
+    """Writes a run's folder on rank 0 of ``group``; the others write only how they failed.
 
         with RunFolder(out, record=run_record(), step=start, group=world) as run:
             for step in range(start, steps):
@@ -38,7 +39,10 @@ class RunFolder:
     its record with ``step``, ``started``, ``ended``, ``error`` and ``repeated_steps`` (how many
     it does again, because lines of them were there); a start without ``ended`` was killed. After
     such a start, ``recovery_seconds`` is the time from the last line written before it to the
-    first line written by the next.
+    first line written by the next. ``error`` is that of the rank that failed first, if the ranks
+    share the folder (see ``failures``).
+
+    Sent: a few bytes here, so that an error on rank 0 raises on all.
 
     Raises:
         ValueError: A file of the folder cannot be read; ``write`` goes back in steps.
@@ -52,18 +56,26 @@ class RunFolder:
         step: int = 0,
         group: Group = LOCAL,
     ) -> None:
+        check_group(group)
         self.path = Path(path)
-        self._writes = group.rank == 0
+        self._rank, self._writes = group.rank, group.rank == 0
         self._last_step = step - 1
         self._lines = JsonLines(self.path / METRICS, step=step, group=group)
-        if self._writes:
-            self._starts = _read_starts(self.path / RECORD)
-            broken_off = bool(self._starts) and not ended_well(self._starts[-1])
-            self._recovers_from = self._lines.last_seen if broken_off else None
-            now = time.time()
-            fate = {"step": step, "started": now, "repeated_steps": self._lines.dropped}
-            self._starts.append({**record, **dict.fromkeys(_FATE), **fate})
-            self._save()
+        self._starts: list[dict[str, Any]] = []
+        with together(f"recording a start in {self.path}", group=group, raises=OSError):
+            if self._writes:
+                self._begin(record, step)
+        self._number = group.broadcast_object(len(self._starts) - 1)
+
+    def _begin(self, record: Mapping[str, Any], step: int) -> None:
+        self._starts = _read_starts(self.path)
+        broken_off = bool(self._starts) and not ended_well(self._starts[-1])
+        self._recovers_from = self._lines.last_seen if broken_off else None
+        now = time.time()
+        fate = {"step": step, "started": now, "repeated_steps": self._lines.dropped}
+        self._starts.append({**record, **dict.fromkeys(_FATE), **fate})
+        self._save()
+        remove_failures(self.path)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the line of ``step`` (counted from 0, rising)."""
@@ -103,10 +115,13 @@ class RunFolder:
         trace: TracebackType | None,
     ) -> None:
         self._lines.close()
+        text = None if kind is None else f"{kind.__name__}: {error}"
         if self._writes:
-            self._starts[-1]["ended"] = time.time()
-            self._starts[-1]["error"] = None if kind is None else f"{kind.__name__}: {error}"
+            self._starts[-1].update(ended=time.time(), error=text)
+            self._starts = with_first_causes(self._starts, self.path)
             self._save()
+        elif text is not None:
+            leave_failure(self.path, start=self._number, rank=self._rank, text=text)
 
     def _save(self) -> None:
         _write_json(self.path / RECORD, self._starts)
@@ -135,7 +150,7 @@ def read_run(path: str | Path) -> Run:
     lines = read_lines(path / METRICS)
     if not lines:
         raise ValueError(f"{path / METRICS} must hold at least one whole line")
-    starts, summary = _read_starts(path / RECORD), _read_json(path / SUMMARY, missing={})
+    starts, summary = _read_starts(path), _read_json(path / SUMMARY, missing={})
     added = {line.step: line.values for line in _added(starts)}
     lines = [line._replace(values=_joined(line.values, added.get(line.step, {}))) for line in lines]
     return Run(path, lines, starts, summary)
@@ -156,12 +171,12 @@ def _pair(value: float) -> list[float]:
     return [value.sum, value.count] if isinstance(value, Mean) else [value, 1.0]
 
 
-def _read_starts(path: Path) -> list[dict[str, Any]]:
-    starts = _read_json(path, missing=[])
+def _read_starts(folder: Path) -> list[dict[str, Any]]:
+    starts = _read_json(folder / RECORD, missing=[])
     for start in starts:
         if not isinstance(start, dict) or not start.keys() >= set(_FATE):
-            raise ValueError(f"{path}: each start must say {', '.join(_FATE)}")
-    return starts
+            raise ValueError(f"{folder / RECORD}: each start must say {', '.join(_FATE)}")
+    return with_first_causes(starts, folder)
 
 
 def _added(starts: list[dict[str, Any]]) -> Iterator[Line]:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups import LOCAL, Group, check_group
+from megablocks_core.train.metrics import check_state
 from megablocks_core.train.spikes import usual
 
 Value = float | Tensor | tuple[float | Tensor, float | Tensor]
@@ -53,6 +54,7 @@ class FiniteGuard:
     """
 
     def __init__(self, *, policy: str = "skip", patience: int = 10, group: Group = LOCAL) -> None:
+        check_group(group)
         self.group = group
         self._policy = _Policy(policy, patience)
 
@@ -74,7 +76,11 @@ class FiniteGuard:
         return self._policy.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on counting from ``state``."""
+        """Go on counting from ``state``.
+
+        Raises:
+            ValueError: It lacks a count; nothing was changed.
+        """
         self._policy.load_state_dict(state)
 
     def _problem(self, names: list[str], mine: Tensor) -> str:
@@ -124,6 +130,7 @@ class SpikeGuard:
         patience: int = 10,
         group: Group = LOCAL,
     ) -> None:
+        check_group(group)
         if not isinstance(window, int) or window < 4:
             raise ValueError(f"window={window} must be a whole number of at least 4 steps")
         if not threshold > 0:
@@ -159,9 +166,16 @@ class SpikeGuard:
         return {**self._policy.state_dict(), "past": past}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, at any number of ranks."""
+        """Go on from ``state``, at any number of ranks.
+
+        Raises:
+            ValueError: It lacks a count or the window; nothing was changed.
+        """
+        check_state(state, ("past",))
+        check_state(state["past"], ())
+        past = {name: list(values)[-self.window :] for name, values in state["past"].items()}
         self._policy.load_state_dict(state)
-        self._past = {name: list(values)[-self.window :] for name, values in state["past"].items()}
+        self._past = past
 
     def _problem(self, name: str, value: float) -> str | None:
         if not math.isfinite(value):
@@ -204,6 +218,7 @@ class _Policy:
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(state, ("skipped", "in_a_row"))
         self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
 
 

@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups import LOCAL, Group, check_group
 
 
 @final
@@ -41,6 +41,14 @@ def pooled(means: Iterable[Mean]) -> Mean:
     return Mean(math.fsum(mean.sum for mean in means), math.fsum(mean.count for mean in means))
 
 
+def check_state(state: object, keys: Iterable[str]) -> None:
+    """Raise unless ``state`` is what ``state_dict`` gave: a dict that has ``keys``."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state of type {type(state).__name__} must be a dict from state_dict")
+    if missing := [key for key in keys if key not in state]:
+        raise ValueError(f"state={sorted(state)} must have {', '.join(missing)}")
+
+
 class Metrics:
     """Adds up named metrics and reduces them over ``group`` in one message.
 
@@ -65,6 +73,7 @@ class Metrics:
     ) -> None:
         if not names or len(set(names)) < len(names):
             raise ValueError(f"names={names} must be one or more different names")
+        check_group(group)
         self.group = group
         self._row = {name: row for row, name in enumerate(names)}
         self._pairs = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
@@ -94,9 +103,20 @@ class Metrics:
         return self._whole()
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Take up pending sums at any number of ranks: the first holds them, the others zero."""
+        """Take up pending sums at any number of ranks: the first holds them, the others zero.
+
+        A metric that ``state`` does not name starts from zero.
+
+        Raises:
+            ValueError: ``state`` is no dict of sums and counts, or names another metric; nothing
+                was changed.
+        """
+        check_state(state, ())
         if unknown := sorted(set(state) - set(self._row)):
             raise ValueError(f"state={unknown} must only name metrics of {list(self._row)}")
+        for name, pair in state.items():
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise ValueError(f"state[{name!r}]={pair!r} must be a sum and a count")
         self._pairs.zero_()
         if self.group.rank == 0:
             for name, (sum, count) in state.items():

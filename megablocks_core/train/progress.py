@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups import LOCAL, Group, check_group
 from megablocks_core.train.metrics import Mean, pooled
 
 _BAR = 24
@@ -36,6 +36,7 @@ class Progress:
         stream: TextIO | None = None,
         group: Group = LOCAL,
     ) -> None:
+        check_group(group)
         if total < 1:
             raise ValueError(f"total={total} must be a positive number of steps")
         self.total, self.start = total, start

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megablocks_core.groups import LOCAL, Group
+from megablocks_core.groups import LOCAL, Group, check_group
 
 _NOT_YET, _MINUTES = 0, 1
 _SIGNALS = 2  # and the number of the signal
@@ -55,6 +55,7 @@ class StopAfter:
         group: Group = LOCAL,
         device: torch.device | str | None = None,
     ) -> None:
+        check_group(group)
         if minutes is not None and not minutes >= 0:
             raise ValueError(f"minutes={minutes} must not be negative")
         if not isinstance(every, int) or every < 1:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megablocks_core.groups import LOCAL, Group, gather_from
+from megablocks_core.groups import LOCAL, Group, check_group, gather_from
 from megablocks_core.train.communication import CommunicationSample
 from megablocks_core.train.machine import (
     cpu_seconds,
@@ -73,6 +73,7 @@ class StepTimer:
         group: Group = LOCAL,
         device: torch.device | str | None = None,
     ) -> None:
+        check_group(group)
         if len(set(phases + BESIDE)) < len(phases + BESIDE):
             raise ValueError(f"phases={phases} must be different names, and none of {BESIDE}")
         self.phases, self.group, self.device = phases, group, device

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megablocks_core.groups import LOCAL, Group, gather_from, marks, specs_of
+from megablocks_core.groups import LOCAL, Group, check_group, gather_from, marks, specs_of
 from megablocks_core.groups.marking import clean_name, without_ddp
 from megablocks_core.groups.patterns import chosen
 from megablocks_core.train.moments import WIDTH, add_rows, row_of, statistics
@@ -91,6 +91,7 @@ class Watch:
         step: int,
         group: Group,
     ) -> None:
+        check_group(group)
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every={every} must be a whole number of at least 1")
         self.group = group

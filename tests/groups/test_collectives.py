@@ -318,6 +318,13 @@ def test_a_dimension_that_x_has_not_raises(shape, dim):
             collective(torch.ones(shape), dim=dim, group=group)
 
 
+@pytest.mark.parametrize("dim", [0.5, "0", None])
+def test_a_dimension_that_is_no_number_raises(dim):
+    for collective in (gather_from, all_gather_to, scatter_to, reduce_scatter_to):
+        with pytest.raises(ValueError, match=f"dim={dim!r} must be a dimension of x"):
+            collective(torch.ones(2, 2), dim=dim, group=LOCAL)
+
+
 @ranks(1, 2)
 def test_rows_to_send_that_do_not_fit_raise():
     group = _world()

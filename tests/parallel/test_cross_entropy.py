@@ -13,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 
 from megablocks_core.groups import Group, chunk_slice
+from megablocks_core.parallel import linear_cross_entropy
 from megablocks_core.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megablocks_core.testing import ranks
 
@@ -364,6 +365,37 @@ def test_targets_may_be_integers_of_any_width(dtype):
     targets = torch.tensor([0, 156, 100], dtype=torch.uint8).to(dtype)
     loss = vocab_parallel_cross_entropy(_own(whole, group), targets, group=group)
     assert_close(loss, _plain(whole, targets.long()), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [[1, 2, 3], None, torch.rand(3, 5), torch.arange(3).numpy()])
+def test_targets_that_are_no_tensor_of_classes_are_refused(targets):
+    with pytest.raises(ValueError, match="targets of (type .* a tensor|torch.float32 must be int)"):
+        vocab_parallel_cross_entropy(torch.rand(3, 5), targets)
+    with pytest.raises(ValueError, match="targets of (type .* a tensor|torch.float32 must be int)"):
+        linear_cross_entropy(torch.rand(3, 4), torch.rand(5, 4), targets)
+
+
+@ranks(2)
+def test_a_rank_whose_targets_are_no_tensor_is_heard_by_the_others():
+    group = _world()
+    whole, targets = _inputs(16, 3)
+    mine = targets.tolist() if group.rank == 1 else targets
+    with pytest.raises(ValueError, match="must be a tensor" if group.rank == 1 else "refused"):
+        vocab_parallel_cross_entropy(_own(whole, group), mine, group=group)
+
+
+@ranks(2)
+def test_cut_logits_without_their_group_are_noticed_by_sizes_or_targets():
+    """With neither ``vocab_size`` nor a target beyond this rank's columns nothing can tell."""
+    group = _world()
+    whole, _ = _inputs(16, 3)
+    own = _own(whole, group)
+    with pytest.raises(ValueError, match="logits have 8 columns and must have this rank's share"):
+        vocab_parallel_cross_entropy(own, torch.tensor([0, 1, 2]), vocab_size=16)
+    with pytest.raises(ValueError, match=r"found \[9\] with 8 entries; .* need their group="):
+        vocab_parallel_cross_entropy(own, torch.tensor([0, 9, 2]))
+    with pytest.raises(ValueError, match=r"found \[17\] with 16 entries$"):
+        vocab_parallel_cross_entropy(own, torch.tensor([0, 17, 2]), group=group)
 
 
 def test_logits_that_are_not_floating_point_are_refused():

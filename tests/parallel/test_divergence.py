@@ -364,3 +364,22 @@ def test_what_is_stored_must_be_log_probabilities(stored):
         vocab_parallel_kl(torch.zeros(2, 6), StoredTopK(values, indices))
     rounded, indices = logits.log_softmax(-1).bfloat16().topk(6)
     vocab_parallel_kl(torch.zeros(2, 6), StoredTopK(rounded, indices))
+
+
+@pytest.mark.parametrize("teacher", [None, [[0.1, 0.9]], (torch.ones(1, 2), torch.ones(1, 2))])
+def test_a_teacher_that_is_none_is_named(teacher):
+    kind = type(teacher).__name__
+    with pytest.raises(ValueError, match=f"teacher of type {kind} must be a tensor of logits or a"):
+        vocab_parallel_kl(torch.ones(1, 2), teacher)
+
+
+def test_stored_entries_and_masks_that_are_no_tensors_are_named():
+    logits = torch.ones(1, 2)
+    with pytest.raises(ValueError, match="indices of type list must be a tensor"):
+        vocab_parallel_kl(logits, StoredTopK(torch.zeros(1, 1), [[0]]))
+    with pytest.raises(ValueError, match="mask of type list must be a tensor"):
+        vocab_parallel_kl(logits, logits, mask=[True])
+    with pytest.raises(ValueError, match="logits of type list must be a tensor"):
+        vocab_parallel_kl([[1.0, 2.0]], logits)
+    with pytest.raises(ValueError, match="temperature='1' must be positive"):
+        vocab_parallel_kl(logits, logits, temperature="1")

@@ -215,10 +215,12 @@ def test_an_index_of_another_type_raises(dtype):
 
 
 def test_numbers_that_would_be_rounded_raise():
-    with pytest.raises(ValueError, match="step=1.5 must be an integer"):
+    with pytest.raises(ValueError, match="step=1.5 must be one integer"):
         DropoutKey(1, 1.5)  # type: ignore
-    with pytest.raises(ValueError, match="step=1.5 must be an integer"):
+    with pytest.raises(ValueError, match=r"step=tensor\(1.5000\) must be one integer"):
         DropoutKey(1, torch.tensor(1.5))
+    with pytest.raises(ValueError, match="must be one integer"):
+        DropoutKey(1, torch.arange(2))
     ids, positions = torch.arange(4)[:, None], torch.arange(8)
     with pytest.raises(ValueError, match="sample_ids of torch.float32 must be integers"):
         DropoutKey(1, 1).index(ids / 4, positions)
@@ -226,7 +228,28 @@ def test_numbers_that_would_be_rounded_raise():
         DropoutKey(1, 1).index(ids, positions.float())
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63, 1.5])
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 3], 3, None])
+def test_numbers_that_are_no_tensor_are_refused(numbers):
+    with pytest.raises(ValueError, match=f"sample_ids of type {type(numbers).__name__} must be a"):
+        DropoutKey(1, 1).index(numbers, torch.arange(4))
+    with pytest.raises(ValueError, match=f"positions of type {type(numbers).__name__} must be a"):
+        DropoutKey(1, 1).index(torch.arange(4), numbers)
+    with pytest.raises(ValueError, match=f"index of type {type(numbers).__name__} must be a"):
+        dropout(torch.ones(4, 2), 0.5, stream="layer", index=numbers)
+
+
+def test_what_is_dropped_must_be_floating_point():
+    with pytest.raises(ValueError, match="x of torch.int64 must be floating-point"):
+        dropout(torch.ones(4, 8, 2).long(), 0.5, stream="layer", index=_index())
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", None, torch.tensor(1), torch.arange(2)])
+def test_a_seed_that_is_no_number_raises(seed):
+    with pytest.raises(ValueError, match="seed=.* must be a whole number, and no tensor"):
+        DropoutKey(seed, 0)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
 def test_a_seed_of_other_sizes_raises(seed):
     with pytest.raises(ValueError, match=f"seed={seed} must lie between"):
         DropoutKey(seed, 0)

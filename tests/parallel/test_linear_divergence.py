@@ -237,3 +237,17 @@ def test_a_teacher_that_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=match):
             linear_kl(*student[:2], whose, **options)
+
+
+@pytest.mark.parametrize("teacher", [torch.ones(3, 5), None])
+def test_a_teacher_that_is_none_is_named(teacher):
+    """Its logits go to ``vocab_parallel_kl``; here they would have no weight to come from."""
+    kind = type(teacher).__name__
+    with pytest.raises(ValueError, match=f"teacher of type {kind} must be a TeacherHead or a"):
+        linear_kl(torch.ones(3, 4), torch.ones(5, 4), teacher)
+
+
+def test_a_mask_that_is_no_tensor_is_named():
+    teacher = TeacherHead(torch.ones(3, 4), torch.ones(5, 4))
+    with pytest.raises(ValueError, match="mask of type list must be a tensor"):
+        linear_kl(torch.ones(3, 4), torch.ones(5, 4), teacher, mask=[True] * 3)

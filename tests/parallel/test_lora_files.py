@@ -1,6 +1,7 @@
 """Adapters go to a folder and come back at any cut; peft reads it, and its folders are read."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,3 +249,34 @@ def test_a_peft_model_is_refused_by_the_name_of_a_layer():
     for model in (theirs, theirs.base_model.model):
         with pytest.raises(ValueError, match="embed_tokens is wrapped by a peft"):
             tensor_parallelize(model, group=LOCAL)
+
+
+@ranks(2)
+def test_cut_adapters_are_not_saved_by_a_part_of_their_ranks(tmp_path):
+    group = Group.of(dist.group.WORLD)
+    model = _model(group)
+    add_lora(model, ["1"], rank=2, alpha=1)
+    message = r"group of ranks \[0\] must include the ranks \[0, 1\], which hold parts of 1"
+    with pytest.raises(ValueError, match=message):
+        save_lora(model, tmp_path / "adapters")
+    assert not (tmp_path / "adapters").exists()
+
+
+@ranks(4)
+def test_ranks_that_save_without_their_group_leave_one_whole_folder(tmp_path):
+    """Equal adapters, equal path, no ``group``: one rank is first and the others are told."""
+    group = Group.of(dist.group.WORLD)
+    folder = Path(group.broadcast_object(str(tmp_path))) / "adapters"
+    model = _model()
+    add_lora(model, ["1"], rank=2, alpha=1)
+    group.barrier()
+    try:
+        save_lora(model, folder)
+        refused = None
+    except ValueError as error:
+        refused = str(error)
+    outcomes = group.all_gather_object(refused)
+    assert outcomes.count(None) == 1
+    assert all("must be new or an empty folder" in text for text in outcomes if text)
+    assert [path.name for path in folder.parent.iterdir()] == ["adapters"]
+    assert load_lora(_model(), folder) == ("1",)

@@ -3,7 +3,16 @@
 import re
 from pathlib import Path
 
-from megablocks_core.train import Mean
+import torch
+
+from megablocks_core.train import (
+    Mean,
+    RunFolder,
+    Scheduled,
+    cosine_schedule,
+    read_run,
+    run_record,
+)
 from megablocks_core.train.comparison import comparison, differences, named_runs
 from megablocks_core.train.folder import Run
 from megablocks_core.train.lines import Line
@@ -48,3 +57,16 @@ def test_runs_that_agree_or_have_no_record():
 def test_runs_of_one_name_go_by_their_paths():
     assert list(named_runs([run_of("x/run"), run_of("y/run")])) == ["x/run", "y/run"]
     assert list(named_runs([run_of("x/a"), run_of("y/b")])) == ["a", "b"]
+
+
+def test_rates_and_schedules_that_differ_are_told(tmp_path):
+    for name, lr, length in (("slow", 0.1, 100), ("fast", 0.2, 50)):
+        optimizer = torch.optim.SGD([torch.ones(1)], lr=lr)
+        rate = Scheduled(optimizer, cosine_schedule(length))
+        record = run_record(optimizer=optimizer, schedule=rate)
+        with RunFolder(tmp_path / name, record=record) as run:
+            run.write(0, {"loss": 1.0})
+    page = comparison(read_run(tmp_path / name) for name in ("slow", "fast"))
+    assert "<code>optimizer.lr</code></td><td>0.1</td><td>0.2</td>" in page
+    assert "Ramp(length=100" in page and "Ramp(length=50" in page
+    assert "<code>optimizer.momentum</code>" not in page

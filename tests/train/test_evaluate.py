@@ -261,3 +261,31 @@ class _Always(nn.Module):
 
     def forward(self, tokens):
         return self.logits
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ([batches(3), batches(3)], "loader yields another, a generator: several go in by name"),
+        ([[1], [2]], "a batch of type list must be a dict with tokens, labels, loss_mask; several"),
+        (next(batches(3)), "loader 'tokens' of type Tensor must yield batches"),
+        ([{"tokens": 1}], r"a batch of \['tokens'\] must be a dict with tokens, labels, loss_mask"),
+        (None, "loader 'loss' of type NoneType must yield batches"),
+        ({"a": None}, "loader 'a' of type NoneType must yield batches"),
+        ({}, "loader={} must name at least one loader"),
+    ],
+)
+def test_what_is_no_loader_or_batch_is_named(loader, message):
+    model = small_model()
+    with pytest.raises(ValueError, match=message):
+        evaluate(model, loader)
+    assert model.training
+
+
+@ranks(2)
+def test_a_loss_that_is_no_pair_is_named_and_no_rank_waits():
+    group = Mesh().group("dp")
+    found = torch.tensor(1.0) if group.rank == 0 else (1.0, 1)
+    error, message = (ValueError, "must be a pair") if group.rank == 0 else (RuntimeError, "1 of 2")
+    with pytest.raises(error, match=message):
+        evaluate(small_model(), batches(3), loss=lambda *_: found, group=group)

@@ -215,3 +215,26 @@ def test_a_gradient_of_one_tensor_parallel_rank_stops_all_without_a_message():
         next(model.parameters()).grad[0, 0] = math.inf
     norm = clip_grad_norm_(model, 1.0)
     assert tp.all_gather_object(FiniteGuard()({"norm": norm})) == [False, False]
+
+
+@pytest.mark.parametrize("guard", [FiniteGuard(), SpikeGuard()])
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, r"state=\[\] must have (past|skipped, in_a_row)"),
+        ({"past": {}, "skipped": 1}, r"state=\['past', 'skipped'\] must have in_a_row"),
+        (None, "state of type NoneType must be a dict from state_dict"),
+    ],
+)
+def test_a_state_without_its_counts_is_refused_and_changes_nothing(guard, state, message):
+    before = guard.state_dict()
+    with pytest.raises(ValueError, match=message):
+        guard.load_state_dict(state)
+    assert guard.state_dict() == before
+
+
+def test_a_window_that_is_none_is_refused():
+    guard = SpikeGuard()
+    with pytest.raises(ValueError, match="state of type list must be a dict"):
+        guard.load_state_dict({"past": [], "skipped": 1, "in_a_row": 1})
+    assert guard.skipped == 0

@@ -181,3 +181,21 @@ def test_a_reported_loss_knows_no_interval_micro_batch_or_resume_and_keeps_its_s
                 for mean, (value, count) in zip(found, expected, strict=True):
                     assert mean == pytest.approx(value, rel=1e-14) and mean < 0
                     assert mean.count == count
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "state of type NoneType must be a dict from state_dict"),
+        ({"loss": 1.0}, r"state\['loss'\]=1.0 must be a sum and a count"),
+        ({"loss": [1.0]}, r"state\['loss'\]=\[1.0\] must be a sum and a count"),
+    ],
+)
+def test_a_state_that_is_none_is_refused_and_changes_nothing(state, message):
+    metrics = Metrics("loss", "norm")
+    metrics.add("loss", 6.0, 2)
+    with pytest.raises(ValueError, match=message):
+        metrics.load_state_dict(state)
+    assert metrics.reduce() == {"loss": 3.0}
+    metrics.load_state_dict({"norm": [4.0, 2.0]})  # of another set of names, one is there
+    assert metrics.reduce() == {"norm": 2.0}

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from megablocks_core.train import run_record
+from megablocks_core.train import Scheduled, constant_schedule, cosine_schedule, run_record
 from megablocks_core.train.record import git_commit
 
 
@@ -61,3 +61,19 @@ def test_the_commit_is_that_of_the_checkout_with_a_note_of_changes(tmp_path):
 def test_without_git_there_is_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert git_commit() is None
+
+
+def test_an_optimizer_is_told_by_its_options_and_a_schedule_by_its_text():
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": [weights[0]]}, {"params": [weights[1]], "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.25), momentum=0.9)
+    rate = Scheduled(optimizer, cosine_schedule(100, warmup=5), base=[0.25, 0.5])
+    record = run_record(optimizer=optimizer, schedule={"lr": rate, "decay": constant_schedule()})
+    assert json.loads(json.dumps(record)) == record
+    told = record["optimizer"]
+    assert (told["class"], told["lr"], told["momentum"]) == ("SGD", [0.25, 0.5], 0.9)
+    assert "params" not in told
+    base = record["schedule"]["lr"]
+    assert (base["option"], base["base"]) == ("lr", [0.25, 0.5])
+    assert base["factor"] == str(cosine_schedule(100, warmup=5)) and "length=95" in base["factor"]
+    assert record["schedule"]["decay"] == "Constant(factor=1.0, length=inf)"

@@ -47,6 +47,8 @@ def test_the_folder_gets_page_picture_and_json(run):
         "spec",
         "data",
         "tokenizer",
+        "optimizer",
+        "schedule",
     } | ({"commit"} - report.keys())
     assert report["versions"]["torch"] and report["hardware"]["cores"] and report["command_line"]
     assert all(isinstance(reason, str) and reason for reason in report["absent"].values())
@@ -80,6 +82,7 @@ def test_the_command_reports_each_run_and_names_what_is_wrong(run, tmp_path, cap
 
 def test_the_record_stands_in_the_json_part_by_part(run):
     given = {"mesh": "tp=1", "spec": {"layers": 2}, "data": "9f3c", "tokenizer": "bytes"}
+    given |= {"optimizer": {"lr": 0.1}, "schedule": "constant"}
     with RunFolder(run, record=run_record(**given, command_line=["train"]), step=30) as folder:
         folder.write(30, {"loss": 1.0})
     write_report(run)
