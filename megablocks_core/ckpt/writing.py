@@ -1,7 +1,8 @@
 """Write a rank's files: each 4 MiB block is hashed by the caller while a thread writes another.
 
-A tensor on the CPU is hashed and written from where it lies, without a copy. One thread writes a
-file, for a file system lets one write to it at a time; different files have different threads.
+A tensor on the CPU is hashed and written from where it lies; small ones are copied together. One
+thread writes a file, for a file system lets one write to it at a time; different files have
+different threads.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from megablocks_core.ckpt.places import MOST_PARTS, Place, Sink
 from megablocks_core.files.safetensors import DTYPE_CODES, Layout, layout
 from megablocks_core.groups import Whole, as_bytes
 
-# Files written at once, and blocks that wait for it in all.
+# Files written at once, and writes of at most a block that wait in all.
 THREADS, WAITING = 4, 8
+# Tensors, or parts of them in a block, below this many bytes are copied and written together.
+_SMALL = 2**18
 
 
 class Item(NamedTuple):
@@ -95,7 +98,7 @@ class Writer:
         """Write the next item of a file.
 
         ``tensor`` may lie on any device and have any strides. It must not change before
-        ``finish`` returns. Waits while ``WAITING`` blocks are on their way to the disk.
+        ``finish`` returns. Waits while ``WAITING`` writes are on their way to the disk.
 
         Raises:
             OSError: Something added before could not be written.
@@ -158,7 +161,8 @@ class _OpenFile:
         self._waiting = list(file.items)[::-1]
         self._layout = file.layout()
         self._parts: list[memoryview] = []
-        self._taken = 0
+        self._digest = xxhash.xxh3_128()
+        self._taken = self._sent = 0
         self._hashes: list[str] = []
         self.take(memoryview(self._layout.header))
 
@@ -172,30 +176,33 @@ class _OpenFile:
     def take(self, data: memoryview) -> None:
         while data.nbytes:
             part = data[: BLOCK_BYTES - self._taken % BLOCK_BYTES]
-            self._parts.append(part)
-            self._taken += part.nbytes
             data = data[part.nbytes :]
-            if self._taken % BLOCK_BYTES == 0:
+            self._digest.update(part)
+            self._taken += part.nbytes
+            if part.nbytes < _SMALL:
+                part = memoryview(bytes(part))
+            self._parts.append(part)
+            if part.nbytes >= _SMALL or self._taken % BLOCK_BYTES == 0:
                 self._send()
-            else:  # what waits for the next tensor must not keep all of this one in memory
-                self._parts[-1] = memoryview(bytes(part))
 
     def end(self) -> None:
         assert not self._waiting and self._taken == self._layout.size
-        if self._parts:
-            self._send()
+        self._send()
         self._writer.submit(self._lane, self.sink.finish)
 
     def record(self) -> FileRecord:
         return FileRecord(self._taken, self._hashes)
 
     def _send(self) -> None:
+        """Have what waits written; a block that is complete, or the last, has its hash."""
         parts, self._parts = self._parts, []
-        if len(parts) > MOST_PARTS:
-            parts = [memoryview(b"".join(parts))]
-        digest = xxhash.xxh3_128()
-        for part in parts:
-            digest.update(part)
-        offset = len(self._hashes) * BLOCK_BYTES
-        self._hashes.append(digest.hexdigest())
-        self._writer.submit(self._lane, partial(self.sink.write, parts, offset))
+        if parts:
+            offset, self._sent = self._sent, self._taken
+            if len(parts) > MOST_PARTS:
+                parts = [memoryview(b"".join(parts))]
+            self._writer.submit(self._lane, partial(self.sink.write, parts, offset))
+        if self._taken > len(self._hashes) * BLOCK_BYTES and (
+            self._taken % BLOCK_BYTES == 0 or self._taken == self._layout.size
+        ):
+            self._hashes.append(self._digest.hexdigest())
+            self._digest = xxhash.xxh3_128()

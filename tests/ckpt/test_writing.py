@@ -96,7 +96,7 @@ def test_the_error_of_any_thread_is_raised(tmp_path, monkeypatch, call):
     tensors = {str(n): torch.zeros(BLOCK_BYTES // 2) for n in range(30)}
     with pytest.raises(OSError, match="Input/output error"):
         _write(tmp_path, tensors)
-    assert seen == 1 if call == "sync" else 6 <= seen < 30
+    assert seen == 1 if call == "sync" else 6 <= seen < 60
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path):
