@@ -195,12 +195,8 @@ class BlendedDataset:
         """Return each source that gives some of the samples, with their rows and its indices."""
         numbers, indices = self.find(ids)
         sources = list(self.sources.values())
-        rows = [np.flatnonzero(numbers == number) for number in range(len(sources))]
-        return [
-            (source, own, indices[own])
-            for source, own in zip(sources, rows, strict=True)
-            if len(own)
-        ]
+        chosen = [(sources[n], np.flatnonzero(numbers == n)) for n in np.unique(numbers).tolist()]
+        return [(source, own, indices[own]) for source, own in chosen]
 
     def _checked_segments(
         self, weights: Weights | Sequence[tuple[int, Weights]] | None, epochs: list[int]

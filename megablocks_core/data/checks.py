@@ -81,11 +81,11 @@ def real(name: str, value: Any, *, finite: bool = True) -> int | float:
 
 
 def prefix_of(prefix: Any) -> str:
-    """Return the prefix of a dataset as text."""
+    """Return the prefix of a dataset as text: a URL, or a path that ``chdir`` does not move."""
     name = os.fspath(prefix) if isinstance(prefix, str | os.PathLike) else None
     if not isinstance(name, str) or not name or name.endswith("/"):
         raise ValueError(f"prefix={prefix!r} must be a path: that of the files without endings")
-    return name
+    return name if "://" in name else os.path.abspath(name)
 
 
 def several(name: str, values: Any) -> Iterable[Any]:

@@ -37,7 +37,8 @@ class IndexedDataset:
     are mapped: every array is a view and nothing is copied. ``prefix`` may also be a URL of any
     kind that fsspec knows, such as ``s3://bucket/corpus``: then the same names give copies, read
     in ranges through a cache of ``cache_bytes``, with ``storage_options`` for the file system.
-    The token dtype is the one in the header, always. Pickles as its prefix.
+    The token dtype is the one in the header, always. Pickles as its prefix;
+    what was replaced in the meantime is refused when it is opened again.
 
     Shapes: ``tokens`` [num_tokens] all sequences end to end; ``sequence_lengths`` [S] int32;
     ``sequence_pointers`` [S] int64, the byte at which each sequence begins;
@@ -231,7 +232,24 @@ class IndexedDataset:
             raise ValueError(f"{self.index_path}: {fault}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._options), (self.prefix,)
+        build = self.manifest.build if self.manifest else None
+        identity = (build, self._index_file.size, self._token_file.size)
+        return partial(_reopened, type(self), **self._options), (self.prefix, identity)
+
+
+def _reopened(
+    kind: type[IndexedDataset], prefix: str, identity: tuple[str | None, int, int], **options: Any
+) -> IndexedDataset:
+    """Open what was pickled elsewhere, where it may be a copy without its manifest."""
+    dataset = kind(prefix, **options)
+    build, *sizes = identity
+    found = dataset.manifest.build if dataset.manifest else None
+    if (None not in (build, found) and build != found) or sizes != [
+        dataset._index_file.size,
+        dataset._token_file.size,
+    ]:
+        raise ValueError(f"{prefix}: was replaced since the dataset was opened that was pickled")
+    return dataset
 
 
 def _files(

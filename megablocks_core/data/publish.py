@@ -79,6 +79,10 @@ class Staging:
 
     def __init__(self, prefix: str, *, overwrite: bool) -> None:
         self.prefix, self.overwrite = prefix, overwrite
+        if not os.path.isdir(folder := _folder(prefix)):
+            raise FileNotFoundError(
+                f"{folder}: must be a folder that exists, for prefix={prefix!r}"
+            )
         self.build = secrets.token_hex(4)
         with _locked(prefix):
             _finish_last(prefix)
@@ -142,6 +146,9 @@ class Staging:
         self._discard()
 
     def _refuse_existing(self) -> None:
+        for ending in (*ENDINGS, SUFFIX):
+            if os.path.isdir(path := self.prefix + ending):
+                raise FileExistsError(f"{path} is a folder, must be a file or not there")
         for ending in (".idx", ".bin"):
             if not self.overwrite and os.path.exists(path := self.prefix + ending):
                 raise FileExistsError(

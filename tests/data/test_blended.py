@@ -1,12 +1,13 @@
 """A blend hands out whole samples of its sources in proportion to weights, and no more."""
 
 import pickle
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 import pytest
 
 from megablocks_core.data import BlendedDataset, GPTDataset, Loader, Split
+from megablocks_core.data.collate import PER_TOKEN
 
 
 @pytest.fixture
@@ -271,3 +272,49 @@ def test_sources_are_of_one_length(source, corpus):
         BlendedDataset({"a": source(1, 9), "b": longer}, seed=0)
     with pytest.raises(ValueError, match="must name at least one"):
         BlendedDataset({}, seed=0)
+
+
+def test_a_batch_of_many_sources_asks_those_it_comes_from():
+    asked = []
+
+    class Noting:
+        sequence_length, fingerprint = 4, "same"
+
+        def __init__(self, name):
+            self.name = name
+
+        def __len__(self):
+            return 3
+
+        def batch(self, samples):
+            asked.append(self.name)
+            return {
+                **{name: np.full((1, 4 * len(samples)), self.name) for name in PER_TOKEN},
+                "cu_seqlens": np.arange(len(samples) + 1) * 4,
+            }
+
+        def num_loss_tokens(self, samples):
+            return 4 * len(samples)
+
+    blend = BlendedDataset({str(n): Noting(n) for n in range(3000)}, seed=1)
+    batch = blend.batch([5, 6, 7])
+    assert batch["tokens"].reshape(3, 4)[:, 0].tolist() == blend.find([5, 6, 7])[0].tolist()
+    assert len(asked) == 3
+    assert blend.num_loss_tokens(range(64)) == 256
+
+
+def test_without_a_bound_a_source_repeats_itself_for_ever(three):
+    weights = dict.fromkeys(three, 1)
+    endless = BlendedDataset(three, seed=1, weights=weights, max_repetition=inf)
+    assert len(endless) >= 2**62
+    assert endless[2**61]["tokens"].shape == (4,)
+    unbounded = {"code": inf, "math": inf}
+    once = BlendedDataset(three, seed=1, weights=weights, max_repetition=unbounded)
+    assert once.counts(len(once))["web"] == 90
+
+
+def test_a_weight_is_the_same_as_an_int_and_as_a_float(three):
+    one, two = (
+        BlendedDataset(three, seed=1, weights={"web": weight, "code": 0.5}) for weight in (2, 2.0)
+    )
+    assert one.fingerprint == two.fingerprint

@@ -419,3 +419,34 @@ def test_with_a_manifest_every_mutation_of_a_pair_is_found(tmp_path, number):
         write(tmp_path, *changed)
         with pytest.raises(ValueError, match=r"/data\."):
             IndexedDataset(tmp_path / "data").verify()
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+def test_what_was_replaced_is_not_unpickled_as_the_same(tmp_path, by_us):
+    """A worker process that starts late would read other tokens in the order of the old ones."""
+    built(tmp_path / "a")
+    pickled = pickle.dumps(IndexedDataset(tmp_path / "a"))
+    for ending in () if by_us else (".manifest.json", ".hashes"):
+        (tmp_path / f"a{ending}").unlink()
+    assert len(pickle.loads(pickled)) == 3  # copies without a manifest are the same
+    with IndexedDatasetBuilder(tmp_path / "a", dtype=np.uint16, overwrite=True) as builder:
+        builder.add_document([9] * (4 if by_us else 5))
+    if not by_us:
+        (tmp_path / "a.manifest.json").unlink()
+    with pytest.raises(ValueError, match="a: was replaced since the dataset was opened"):
+        pickle.loads(pickled)
+
+
+def test_a_relative_prefix_means_the_same_after_a_change_of_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    builder = IndexedDatasetBuilder("a", dtype=np.uint16)
+    builder.add_document([1, 2])
+    monkeypatch.chdir(tmp_path / "other")
+    builder.finish()
+    assert not list((tmp_path / "other").iterdir())
+    monkeypatch.chdir(tmp_path)
+    dataset = IndexedDataset("a")
+    monkeypatch.chdir(tmp_path / "other")
+    dataset.verify()
+    assert pickle.loads(pickle.dumps(dataset))[0].tolist() == [1, 2]

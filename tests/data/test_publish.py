@@ -389,3 +389,16 @@ def test_a_real_full_disk_leaves_the_old(tmp_path, aside, kilobytes):
         assert read(tmp_path / "a") == NEW
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("ending", [".bin", ".hashes", ".idx", ".manifest.json"])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_written(tmp_path, ending):
+    (tmp_path / f"a{ending}").mkdir()
+    with pytest.raises(FileExistsError, match=f"a{ending} is a folder"):
+        IndexedDatasetBuilder(tmp_path / "a", dtype=np.uint16, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == [f"a{ending}"]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="none: must be a folder that exists, for prefix="):
+        IndexedDatasetBuilder(tmp_path / "none" / "a", dtype=np.uint16)
