@@ -79,10 +79,7 @@ class Staging:
 
     def __init__(self, prefix: str, *, overwrite: bool) -> None:
         self.prefix, self.overwrite = prefix, overwrite
-        if not os.path.isdir(folder := _folder(prefix)):
-            raise FileNotFoundError(
-                f"{folder}: must be a folder that exists, for prefix={prefix!r}"
-            )
+        _refuse_folders(prefix)
         self.build = secrets.token_hex(4)
         with _locked(prefix):
             _finish_last(prefix)
@@ -146,9 +143,6 @@ class Staging:
         self._discard()
 
     def _refuse_existing(self) -> None:
-        for ending in (*ENDINGS, SUFFIX):
-            if os.path.isdir(path := self.prefix + ending):
-                raise FileExistsError(f"{path} is a folder, must be a file or not there")
         for ending in (".idx", ".bin"):
             if not self.overwrite and os.path.exists(path := self.prefix + ending):
                 raise FileExistsError(
@@ -173,6 +167,15 @@ class HashedFile:
     def record(self) -> FileRecord:
         """Return the size and the hash so far."""
         return FileRecord(self._size, self._hash.hexdigest())
+
+
+def _refuse_folders(prefix: str) -> None:
+    """Refuse a prefix whose files have no place."""
+    if not os.path.isdir(folder := _folder(prefix)):
+        raise FileNotFoundError(f"{folder}: must be a folder that exists, for {prefix=}")
+    for ending in (*ENDINGS, SUFFIX):
+        if os.path.isdir(path := prefix + ending):
+            raise FileExistsError(f"{path} is a folder, must be a file or not there")
 
 
 def _remove(files: dict[str, HashedFile]) -> None:

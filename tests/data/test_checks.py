@@ -109,7 +109,8 @@ def test_what_is_no_number_is_named(value, finite):
 
 @pytest.mark.parametrize("prefix", ["", "folder/", "s3://bucket/", b"a", None, 5, ["a"]])
 def test_a_prefix_is_the_path_of_files_without_endings(prefix):
-    assert prefix_of(Path("a") / "b") == prefix_of("a/b") == "a/b"
+    assert prefix_of(Path("a") / "b") == prefix_of("a/b") == f"{Path.cwd()}/a/b"
+    assert prefix_of("s3://bucket/a") == "s3://bucket/a"
     with pytest.raises(ValueError, match="prefix=.* must be a path"):
         prefix_of(prefix)
 
