@@ -115,18 +115,19 @@ def test_the_receipt_says_what_the_whole_is(tmp_path):
     }
 
 
-def test_a_tensor_is_let_go_once_it_is_written(tmp_path):
+@pytest.mark.parametrize("tail", [400, 2**20])
+def test_a_tensor_is_let_go_once_it_is_written(tmp_path, tail):
     class Buffer(bytearray):
         pass
 
-    buffer = Buffer(BLOCK_BYTES + 400)
+    buffer = Buffer(BLOCK_BYTES + tail)
     gone = weakref.ref(buffer)
     tensors = {"a": torch.frombuffer(buffer, dtype=torch.float32), "b": torch.ones(3)}
     items = [_item(*one) for one in tensors.items()]
     writer = Writer(LocalPlace(tmp_path), [FileToWrite("f", items)])
     writer.add("f", "a", tensors.pop("a"))
     del buffer
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 10
     while gone() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert gone() is None, "the part of a block that waits for the next tensor keeps this one"
