@@ -7,6 +7,7 @@ import os
 from megablocks_core.ckpt.tools.checkpoint import read_whole
 from megablocks_core.ckpt.tools.dcp_writing import write_dcp
 from megablocks_core.ckpt.tools.drafting import write_checkpoint
+from megablocks_core.ckpt.tools.megatron import MegatronCheckpoint
 from megablocks_core.ckpt.tools.opening import open_checkpoint
 from megablocks_core.ckpt.tools.own import OwnCheckpoint
 from megablocks_core.ckpt.tools.progress import Progress
@@ -33,12 +34,12 @@ def convert(
             empty.
         CheckpointError: ``source`` is damaged.
     """
-    checkpoint, left_out = open_checkpoint(source), []
+    checkpoint = open_checkpoint(source, config=config)
     total = sum(held.nbytes for held in checkpoint.tensors.values())
     progress = Progress("convert", total)
     if isinstance(checkpoint, OwnCheckpoint):
         write_dcp(target, checkpoint, progress=progress)
-        return left_out
+        return []
     write_checkpoint(
         target,
         checkpoint.state,
@@ -47,4 +48,6 @@ def convert(
         files=checkpoint.beside(),
         progress=progress,
     )
-    return left_out
+    if isinstance(checkpoint, MegatronCheckpoint) and checkpoint.left_out:
+        return [f"left out {checkpoint.left_out} keys that hold no weights"]
+    return []

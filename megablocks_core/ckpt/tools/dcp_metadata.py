@@ -53,7 +53,8 @@ def _ignored(*_: Any) -> None:
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-# Megatron's own subclass adds where a rank's part of each tensor lies, which the chunks say too.
+# Megatron keeps the plans of all ranks too, which say nothing that the chunks do not.
+_PLANNER = "torch.distributed.checkpoint.planner"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 NAMES = {
     (_METADATA, "Metadata"): Metadata,
@@ -65,7 +66,13 @@ NAMES = {
     (_METADATA, "StorageMeta"): Record,
     (_METADATA, "_MEM_FORMAT_ENCODING"): _ignored,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Place,
+    (_PLANNER, "SavePlan"): Record,
+    (_PLANNER, "WriteItem"): Record,
+    (_PLANNER, "WriteItemType"): _ignored,
+    (_PLANNER, "TensorWriteData"): Record,
+    (_PLANNER, "BytesIOWriteData"): Record,
     (_MEGATRON, "MCoreMetadata"): Metadata,
+    (_MEGATRON, "MCoreSavePlan"): Record,
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): _ignored,
     ("pathlib", "PosixPath"): _ignored,

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from megablocks_core.ckpt.manifest import FORMAT, MANIFEST, CheckpointError
-from megablocks_core.ckpt.places import place_of
+from megablocks_core.ckpt.manifest import FORMAT, CheckpointError
 from megablocks_core.ckpt.tools.checkpoint import Held
-from megablocks_core.ckpt.tools.dcp_reading import METADATA, DcpFolder
-from megablocks_core.ckpt.tools.own import OwnCheckpoint
+from megablocks_core.ckpt.tools.dcp_reading import DcpFolder
+from megablocks_core.ckpt.tools.opening import open_folder
 from megablocks_core.ckpt.tools.progress import size_text
 from megablocks_core.files.safetensors import DTYPE_CODES
 
@@ -28,10 +27,9 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: It is no checkpoint, or damaged.
     """
-    place = place_of(path)
-    if place.size(MANIFEST) is None and place.size(METADATA) is not None:
-        return {"path": str(path), "format": "torch DCP", **_dcp(DcpFolder(place))}
-    checkpoint = OwnCheckpoint(place)
+    checkpoint = open_folder(path)
+    if isinstance(checkpoint, DcpFolder):
+        return {"path": str(path), "format": "torch DCP", **_dcp(checkpoint)}
     manifest = checkpoint.manifest
     seconds = manifest.saved_unix_ns / 1e9
     return {

@@ -48,5 +48,5 @@ def test_a_dcp_by_its_own_keys(tmp_path):
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ckpt.CheckpointError, match="has no manifest.json"):
+    with pytest.raises(ckpt.CheckpointError, match="is no checkpoint"):
         inspect(tmp_path)
