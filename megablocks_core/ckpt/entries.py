@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.ckpt.file_names import FILE_NAME
+from megablocks_core.ckpt.file_names import FILE_NAME, NUMBERED
 from megablocks_core.ckpt.json_values import check_json
 from megablocks_core.ckpt.logical import LogicalOptimizer
 from megablocks_core.ckpt.optimizers import find_owners, merge_optimizer, optimizer_entry
@@ -66,6 +66,8 @@ def kind_of(name: str, value: Any) -> str:
     """
     if not FILE_NAME.fullmatch(name):
         raise ValueError(f"state name {name!r} must be letters, digits, '_', '.' and '-'")
+    if NUMBERED.fullmatch(name):
+        raise ValueError(f"state name {name!r} must not end as the files of a rank are numbered")
     for kind, types in _KINDS.items():
         if isinstance(value, types):
             return kind

@@ -17,6 +17,8 @@ from megablocks_core.ckpt.writing import FileToWrite, Item
 
 # Plain names for files of any system.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+# Entries called so would share files with an entry called what stands before.
+NUMBERED = re.compile(r".*(\.\d{5,}|-\d{5,}-of-\d{5,})")
 
 
 class FileNames:

@@ -47,3 +47,10 @@ def test_states_of_all_ranks_become_one():
 def test_names_must_be_file_names(name):
     with pytest.raises(ValueError, match="state name"):
         kind_of(name, 1)
+
+
+@pytest.mark.parametrize("name", ["o.00001", "o-00001-of-00002", "a.b.123456"])
+def test_names_that_would_share_a_rank_s_files_are_refused(name):
+    with pytest.raises(ValueError, match="must not end as the files of a rank are numbered"):
+        kind_of(name, 1)
+    assert kind_of(name[:-1] + "x", 1) == "json"
