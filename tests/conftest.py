@@ -1,9 +1,13 @@
 """Every test, here and on worker ranks: one thread, new memory full of NaN, fixed examples."""
 
+import socket
+
 import hypothesis
+import pytest
 import torch
 
 from megablocks_core.testing.memory import fill_empty_with_nan
+from tests.forks import ForkServer
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 
@@ -25,6 +29,38 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--delayed") or config.getoption("--mutation"):
         config.hook.pytest_deselected(items=[item for item in items if _num_ranks(item) < 2])
         items[:] = [item for item in items if _num_ranks(item) > 1]
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    server = ForkServer(folder, "transformers.models.llama.modeling_llama")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def launch(fork_server):
+    """Starts ``python *words`` on ``ranks`` ranks; what still runs after the test is killed."""
+    started = []
+
+    def start(*words, ranks=1, cwd=None):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes = []
+        for rank in range(ranks):
+            place = {"RANK": rank, **world} if ranks > 1 else {}
+            environment = {name: str(value) for name, value in place.items()}
+            processes.append(fork_server.start(*words, cwd=cwd, environment=environment))
+            started.append(processes[-1])
+        return processes
+
+    yield start
+    for process in started:
+        process.kill()
+    for process in started:
+        process.wait()
 
 
 def _num_ranks(item):

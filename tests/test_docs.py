@@ -2,8 +2,6 @@
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -23,37 +21,33 @@ def code_of(page):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if code_of(page) and page != LOOP], ids=lambda p: p.stem
 )
-def test_the_code_of_a_page_runs(page, tmp_path):
-    command = [sys.executable, "-c", code_of(page)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_code_of_a_page_runs(page, tmp_path, launch):
+    (process,) = launch("-c", code_of(page), cwd=tmp_path)
+    told = process.communicate()
+    assert process.returncode == 0, told
 
 
-def test_the_loop_is_short_and_two_ranks_train_as_one_does(tmp_path):
+def test_the_loop_is_short_and_two_ranks_train_as_one_does(tmp_path, launch):
     loop = code_of(LOOP)
     assert loop.count("\n") <= 100
     script = tmp_path / "loop.py"
     script.write_text(loop)
-    two_ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     alone, *others = (
-        _printed([*launcher, str(script), *layout], tmp_path / name)
-        for name, launcher, layout in (
-            ("alone", [], []),
-            ("dp", two_ranks, ["1"]),
-            ("tp", two_ranks, ["2"]),
-        )
+        _printed(launch, script, *layout, ranks=ranks, cwd=tmp_path / name)
+        for name, ranks, layout in (("alone", 1, []), ("dp", 2, ["1"]), ("tp", 2, ["2"]))
     )
     for printed in others:
         assert printed == pytest.approx(alone, rel=0, abs=1e-5)
     assert max(alone) < 3.0  # from log(257) = 5.5
 
 
-def _printed(arguments, folder):
-    folder.mkdir()
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [float(word) for word in done.stdout.split()[1::2]]
+def _printed(launch, *words, ranks, cwd):
+    """The numbers that the first of the ranks prints."""
+    cwd.mkdir()
+    processes = launch(*words, ranks=ranks, cwd=cwd)
+    told = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, told
+    return [float(word) for word in told[0][0].split()[1::2]]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

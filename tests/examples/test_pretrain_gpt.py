@@ -1,7 +1,6 @@
 """pretrain_gpt.py trains one curve at any layout, through kills, damage and bad input."""
 
 import json
-import os
 import random
 import signal
 import time
@@ -66,7 +65,7 @@ def _resumes_on_the_curve(folder, *, not_before):
 
 def test_a_rank_killed_during_a_save_ends_the_others_and_the_run_goes_on(tmp_path, launch):
     """SIGKILL before the second checkpoint gets its name; then one process goes on."""
-    fault = ("kill", "pathlib:Path.rename", 2, 0)
+    fault = ("kill", "megablocks_core.files.disk:rename", 2, 0)
     killed, other = launch(FAULTY, *fault, SCRIPT, *words(tmp_path), "--tp=2", ranks=2)
     assert killed.wait() == -signal.SIGKILL
     assert other.wait(timeout=BOUND) == 1
@@ -151,15 +150,15 @@ def test_one_rank_raising_in_the_middle_ends_the_others(rank, tmp_path, launch):
     assert "closed by peer" in processes[1 - rank].communicate(timeout=BOUND)[1]
     assert [process.returncode for process in processes] == [1, 1]
     (start,) = read_run(tmp_path / "run").starts
-    assert start["error"]
+    whose = "rank 1: " if rank else ""
+    assert start["error"] == f"{whose}RuntimeError: a fault of this rank alone"
 
 
 def test_a_rank_that_never_answers_ends_the_others_after_the_timeout(tmp_path, launch):
     fault = ("stop", "torch.optim:AdamW.step", 3, 1)
-    line = [*words(tmp_path), "--tp=2", "--timeout=5"]
+    line = [*words(tmp_path), "--tp=2", "--timeout=4"]
     waiting, stopped = launch(FAULTY, *fault, SCRIPT, *line, ranks=2)
-    os.waitpid(stopped.pid, os.WUNTRACED)
-    assert "Timed out waiting 5000ms" in waiting.communicate(timeout=5 + BOUND)[1]
+    assert "Timed out waiting 4000ms" in waiting.communicate(timeout=BOUND)[1]
     assert waiting.returncode == 1
     assert stopped.poll() is None
 
