@@ -203,3 +203,25 @@ def test_ranks_that_see_different_checkpoints_are_refused(tmp_path):
     ckpt.save(mine, {"step": world.rank})
     with pytest.raises(ckpt.CheckpointError, match="ranks see different checkpoints"):
         ckpt.load(mine, {"step": 0}, group=world)
+
+
+@ranks(2)
+def test_f102_each_rank_repeats_its_own_numbers(tmp_path):
+    """Every rank's own stream is a row of a marked buffer; unmarked, it is refused by name."""
+    ep = Mesh(ep=2).expert.group("ep")
+    dice = torch.Generator().manual_seed(7 + 1024 + 100 * ep.rank)
+    torch.rand(3, generator=dice)
+    with pytest.raises(ValueError, match="must be equal; 1 tensors differ: dice/dice on ranks 0"):
+        ckpt.save(tmp_path / "a", {"dice": dice.get_state()}, group=ep)
+    streams = nn.Module()
+    streams.register_buffer("dice", dice.get_state()[None])
+    mark(streams, "dice", ShardSpec(0, ep))
+    ckpt.save(tmp_path / "b", {"streams": streams}, group=ep)
+    expected = torch.rand(3, generator=dice)
+    with torch.no_grad():
+        streams.get_buffer("dice").zero_()
+    ckpt.load(tmp_path / "b", {"streams": streams}, group=ep)
+    dice.set_state(streams.get_buffer("dice")[0])
+    assert torch.equal(torch.rand(3, generator=dice), expected)
+    first, second = ep.all_gather(expected)
+    assert not torch.equal(first, second)
