@@ -6,7 +6,7 @@ Dimensions: S sequence length, B samples of a batch, T = B S tokens, D sources.
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,34 +17,10 @@ from megablocks_core.data.fingerprint import fingerprint
 from megablocks_core.data.mixture import Mixture
 from megablocks_core.data.permutation import WORD
 from megablocks_core.data.place import Place
+from megablocks_core.data.sources import Source, checked_sources, epoch_of, tokenizers_of
 
 Weights = Mapping[str, float]
 ENDLESS = 2**62  # samples, where no limit is set
-
-
-class Source(Protocol):
-    """What a blend needs of a dataset; ``GPTDataset`` and ``BlendedDataset`` have it."""
-
-    sequence_length: int
-
-    @property
-    def fingerprint(self) -> str:
-        """What changes with the order or the tokens."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def batch(self, samples: np.ndarray) -> Mapping[str, Any]:
-        """Return some samples as one batch."""
-        ...
-
-    def num_loss_tokens(self, samples: np.ndarray) -> int:
-        """Return how many labels of some samples count."""
-        ...
-
-    def locate(self, sample: int) -> Place:
-        """Return where a sample comes from."""
-        ...
 
 
 class BlendedDataset:
@@ -75,9 +51,9 @@ class BlendedDataset:
     Sends nothing; every rank computes any sample for itself.
 
     Raises:
-        ValueError: an empty source, sources of other lengths or with the same shuffle, weights
-            that are none, segments out of order, or a source asked beyond what it may give (names
-            the source, what is asked and what is there).
+        ValueError: an empty source, sources of other lengths, of two tokenizers or with the same
+            shuffle, weights that are none, segments out of order, or a source asked beyond what it
+            may give (names the source, what is asked and what is there).
 
     Source: orders of Megatron-LM's ``BlendedDataset`` for ``order="megatron"``.
     """
@@ -96,11 +72,10 @@ class BlendedDataset:
             raise ValueError(f"order={order!r} must be 'native' or 'megatron'")
         if num_samples is not None:
             num_samples = whole_number("num_samples", num_samples, 1)
-        self.sources = _checked_sources(sources)
+        self.sources = checked_sources(sources)
         self.seed, self.order = whole_number("seed", seed, 0, WORD), order
-        self.sequence_length = _one_length(self.sources)
-        _refuse_equal_shuffles(self.sources)
-        epochs = [_epoch(source) for source in self.sources.values()]
+        self.sequence_length = next(iter(self.sources.values())).sequence_length
+        epochs = [epoch_of(source) for source in self.sources.values()]
         self.segments = self._checked_segments(weights, epochs)
         self.exhaustive = weights is None
         if self.exhaustive:
@@ -123,6 +98,11 @@ class BlendedDataset:
     def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
         batch = self.batch([sample])
         return {name: batch[name][0] for name in PER_TOKEN} | {"cu_seqlens": batch["cu_seqlens"]}
+
+    @property
+    def tokenizer(self) -> str | None:
+        """What names the tokenizer of the sources, where a builder recorded it."""
+        return next(iter(tokenizers_of(self.sources).values()), None)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -273,7 +253,7 @@ class BlendedDataset:
             if wanted > most:
                 raise ValueError(
                     f"source {name!r} is asked for {wanted} samples, must be asked for at most "
-                    f"{most}, which is what max_repetition leaves of an epoch of {_epoch(source)}"
+                    f"{most}, which is what max_repetition leaves of an epoch of {epoch_of(source)}"
                 )
             if not resized and wanted > len(source):
                 raise ValueError(
@@ -282,42 +262,3 @@ class BlendedDataset:
                 )
             if resized and wanted > len(source):
                 self.sources[name] = resized(wanted)
-
-
-def _epoch(source: Source) -> int:
-    """Return the number of samples after which a source repeats itself."""
-    return getattr(source, "samples_per_epoch", len(source))
-
-
-def _checked_sources(sources: Mapping[str, Source]) -> dict[str, Source]:
-    if not isinstance(sources, Mapping) or not sources:
-        raise ValueError(f"sources={sources!r} must name at least one dataset")
-    for name, source in sources.items():
-        if not hasattr(source, "sequence_length") or not hasattr(source, "__len__"):
-            raise ValueError(f"source {name!r} must be a dataset of samples, not {source!r}")
-    return dict(sources)
-
-
-def _one_length(sources: Mapping[str, Source]) -> int:
-    for name, source in sources.items():
-        if len(source) == 0:
-            raise ValueError(f"source {name!r} is empty, must hold at least one sample")
-    lengths = {name: source.sequence_length for name, source in sources.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"sources of sequence_length={lengths} must all be of one")
-    return next(iter(lengths.values()))
-
-
-def _refuse_equal_shuffles(sources: Mapping[str, Source]) -> None:
-    """Two sources of one size and seed would come in the same order: their windows in step."""
-    seen: dict[tuple[Any, int], str] = {}
-    for name, source in sources.items():
-        if (seed := getattr(source, "seed", None)) is None:
-            continue
-        key = (seed, _epoch(source))
-        if key in seen:
-            raise ValueError(
-                f"sources {seen[key]!r} and {name!r}, both with seed={seed} and {key[1]} samples "
-                f"an epoch, must have different seeds, or they are shuffled alike"
-            )
-        seen[key] = name

@@ -3,7 +3,6 @@
 import os
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from types import TracebackType
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from megablocks_core.data.checks import prefix_of, row, whole_number
 from megablocks_core.data.content import ContentHash, hash_documents
-from megablocks_core.data.index_file import CODES, write_index
+from megablocks_core.data.index_file import token_dtype, write_index
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.manifest import FileRecord, Manifest
 from megablocks_core.data.publish import Staging
@@ -79,7 +78,7 @@ class IndexedDatasetBuilder:
             raise ValueError(f"prefix={self.prefix!r} must be on this machine; copy what it built")
         if overwrite and append:
             raise ValueError("overwrite=True and append=True must not be given together")
-        self.dtype = _token_dtype(dtype)
+        self.dtype = token_dtype(dtype)
         if tokenizer is not None and not isinstance(tokenizer, str):
             raise ValueError(f"tokenizer={tokenizer!r} must be text that names it")
         self.multimodal = multimodal
@@ -290,13 +289,3 @@ class IndexedDatasetBuilder:
     def _refuse_closed(self) -> None:
         if not self._files.alive:
             raise ValueError(f"the builder of {self.prefix} is finished or discarded")
-
-
-def _token_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return a dtype of the format; ``None`` is none, though NumPy takes it for float64."""
-    with suppress(TypeError):
-        found = np.dtype(dtype).newbyteorder("<")
-        if dtype is not None and found in CODES:
-            return found
-    names = ", ".join(known.name for known in CODES)
-    raise ValueError(f"dtype={dtype!r} must be one of {names}")

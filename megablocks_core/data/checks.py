@@ -40,7 +40,8 @@ def row(name: str, values: Any) -> NDArray[np.int64]:
     if (
         given is None
         or given.ndim != 1
-        or (given.size and (given.dtype.kind not in "iu" or int(given.max()) > MOST))
+        or (given.size and given.dtype.kind not in "iu")
+        or (given.dtype == np.uint64 and given.max(initial=0) > MOST)
     ):
         raise ValueError(f"{name}={reprlib.repr(values)} must be one row of whole numbers")
     return given.astype(np.int64)

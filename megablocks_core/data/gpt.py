@@ -126,6 +126,11 @@ class GPTDataset:
         rows = ("tokens", "labels", "loss_mask", "position_ids")
         return {name: batch[name][0] for name in rows} | {"cu_seqlens": batch["cu_seqlens"]}
 
+    @property
+    def tokenizer(self) -> str | None:
+        """What names the tokenizer of the tokens, where a builder recorded it."""
+        return self.indexed.manifest.tokenizer if self.indexed.manifest else None
+
     @cached_property
     def fingerprint(self) -> str:
         """What changes with the order or the tokens, and not with the number of samples."""

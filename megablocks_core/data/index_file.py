@@ -4,9 +4,11 @@ docs/indexed-format.md has the format byte by byte. Dimensions: S sequences, D d
 """
 
 import struct
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -45,6 +47,16 @@ class Layout(NamedTuple):
     pointers: tuple[int, int]
     documents: tuple[int, int]
     modes: tuple[int, int] | None
+
+
+def token_dtype(dtype: DTypeLike) -> np.dtype:
+    """Return a dtype of the format; ``None`` is none, though NumPy takes it for float64."""
+    with suppress(TypeError):
+        found = np.dtype(dtype).newbyteorder("<")
+        if dtype is not None and found in CODES:
+            return found
+    names = ", ".join(known.name for known in CODES)
+    raise ValueError(f"dtype={dtype!r} must be one of {names}")
 
 
 def read_layout(header: bytes, size: int, path: str) -> Layout:

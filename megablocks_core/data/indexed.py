@@ -167,17 +167,31 @@ class IndexedDataset:
             raise ValueError(f"{path}: holds {file.size} bytes, must hold {8 * self.num_documents}")
         return np.asarray(file.array("<u8", 0, file.size))
 
-    def verify(self) -> None:
+    def verify(self, vocab_size: int | None = None) -> None:
         """Check every entry of the index against its neighbours and, by manifest, every byte.
 
-        ``ValueError`` if one is wrong. Opening checks the entries too, except for an index of
-        more than a million. Works in pieces, so memory stays small.
+        With ``vocab_size`` also that every token is an id below it. ``ValueError`` if one is wrong.
+        Opening checks the entries too, except for an index of more than a million. Works in
+        pieces, so memory stays small.
         """
         self._refuse_if(fault_inside(self))
         if self.manifest:
             self._refuse_changed(self._index_file, ".idx")
             self._refuse_changed(self._token_file, ".bin")
             self.content_hashes()
+        if vocab_size is not None:
+            self._refuse_foreign_ids(whole_number("vocab_size", vocab_size, 1))
+
+    def _refuse_foreign_ids(self, vocab_size: int) -> None:
+        for first in range(0, self.num_tokens, HASHED_AT_A_TIME):
+            tokens = self.tokens[first : first + HASHED_AT_A_TIME]
+            wrong = (tokens < 0) | (tokens >= vocab_size)
+            if wrong.any():
+                place = int(wrong.argmax())
+                raise ValueError(
+                    f"{self.token_path}: token {first + place} is {tokens[place]}, must be an id "
+                    f"from 0 to {vocab_size - 1}, as vocab_size={vocab_size} says"
+                )
 
     def _refuse_changed(self, file: Any, ending: str) -> None:
         assert self.manifest

@@ -236,12 +236,6 @@ def test_f_127_an_empty_source_is_refused_by_name(source, corpus):
         GPTDataset(indexed, 4, seed=1, split=Split("valid", range(1, 1)))
 
 
-def test_equal_shuffles_are_refused(source, corpus):
-    twin = GPTDataset(corpus([range(37)]), 4, seed=1)
-    with pytest.raises(ValueError, match="'a' and 'b', both with seed=1 and 9 samples"):
-        BlendedDataset({"a": source(1, 9), "b": twin}, seed=1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -264,14 +258,6 @@ def test_equal_shuffles_are_refused(source, corpus):
 def test_arguments_that_do_not_fit_are_refused(source, arguments, message):
     with pytest.raises(ValueError, match=message):
         BlendedDataset({"a": source(1, 9), "b": source(2, 9)}, **{"seed": 0, **arguments})
-
-
-def test_sources_are_of_one_length(source, corpus):
-    longer = GPTDataset(corpus([range(50)]), 8, seed=2)
-    with pytest.raises(ValueError, match="sequence_length={'a': 4, 'b': 8} must all be of one"):
-        BlendedDataset({"a": source(1, 9), "b": longer}, seed=0)
-    with pytest.raises(ValueError, match="must name at least one"):
-        BlendedDataset({}, seed=0)
 
 
 def test_a_batch_of_many_sources_asks_those_it_comes_from():

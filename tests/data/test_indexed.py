@@ -450,3 +450,17 @@ def test_a_relative_prefix_means_the_same_after_a_change_of_folder(tmp_path, mon
     monkeypatch.chdir(tmp_path / "other")
     dataset.verify()
     assert pickle.loads(pickle.dumps(dataset))[0].tolist() == [1, 2]
+
+
+def test_ids_outside_a_vocabulary_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "HASHED_AT_A_TIME", 3)
+    dataset = built(tmp_path / "a", ((1, 2, 3), (), (4, 299, 7)))
+    dataset.verify(300)
+    with pytest.raises(ValueError, match=r"a\.bin: token 4 is 299, must be an id from 0 to 298"):
+        dataset.verify(vocab_size=299)
+    with IndexedDatasetBuilder(tmp_path / "b", dtype=np.int16) as builder:
+        builder.add_document([5, -1])
+    with pytest.raises(ValueError, match="token 1 is -1"):
+        IndexedDataset(tmp_path / "b").verify(vocab_size=299)
+    with pytest.raises(ValueError, match="vocab_size=0 must be"):
+        dataset.verify(0)
