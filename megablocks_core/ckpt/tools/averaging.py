@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,11 +46,12 @@ def average(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
         for file, data in besides[0].items()
         if all(beside.get(file) == data for beside in besides)
     }
+    mean = _Mean(checkpoints, paths, weights[0])
     write_checkpoint(
         out,
         state,
         weights[0],
-        lambda name: _mean(checkpoints, paths, name, weights[0][name]),
+        mean.of,
         files=common,
         progress=Progress("average", sum(held.nbytes for held in weights[0].values())),
     )
@@ -76,36 +77,38 @@ def _check_alike(first: str, a: dict[str, Held], second: str, b: dict[str, Held]
             )
 
 
-def _mean(
-    checkpoints: Sequence[Checkpoint],
-    paths: Sequence[str | os.PathLike[str]],
-    name: str,
-    held: Held,
-) -> Tensor:
-    out = torch.empty(held.shape, dtype=held.dtype)
-    for box in held.slabs():
-        first = checkpoints[0].read(name, box)
-        if held.dtype.is_floating_point:
-            total = first.double()
-            for checkpoint in checkpoints[1:]:
-                total += checkpoint.read(name, box)
-            out[box] = (total / len(checkpoints)).to(held.dtype)
-        else:
-            _check_equal(first, checkpoints[1:], paths, name, box)
-            out[box] = first
-    return out
+class _Mean:
+    """Means of tensors, slab by slab, in one float64 buffer."""
 
+    def __init__(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        paths: Sequence[str | os.PathLike[str]],
+        weights: Mapping[str, Held],
+    ) -> None:
+        self._checkpoints, self._paths, self._weights = checkpoints, paths, weights
+        self._buffer = torch.empty(0, dtype=torch.float64)
 
-def _check_equal(
-    first: Tensor,
-    others: Sequence[Checkpoint],
-    paths: Sequence[str | os.PathLike[str]],
-    name: str,
-    box: Box,
-) -> None:
-    for path, other in zip(paths[1:], others, strict=True):
-        if not torch.equal(other.read(name, box), first):
-            raise ValueError(
-                f"{name!r} of dtype {first.dtype} has no mean and must be equal in {paths[0]} and "
-                f"{path}"
-            )
+    def of(self, name: str) -> Tensor:
+        held = self._weights[name]
+        out = torch.empty(held.shape, dtype=held.dtype)
+        for box in held.slabs():
+            out[box] = self._slab(name, box)
+        return out
+
+    def _slab(self, name: str, box: Box) -> Tensor:
+        first = self._checkpoints[0].read(name, box)
+        if not first.is_floating_point():
+            for path, other in zip(self._paths[1:], self._checkpoints[1:], strict=True):
+                if not torch.equal(other.read(name, box), first):
+                    raise ValueError(
+                        f"{name!r} of dtype {first.dtype} has no mean and must be equal in "
+                        f"{self._paths[0]} and {path}"
+                    )
+            return first
+        if self._buffer.numel() < first.numel():
+            self._buffer = torch.empty(first.numel(), dtype=torch.float64)
+        total = self._buffer[: first.numel()].view(first.shape).copy_(first)
+        for checkpoint in self._checkpoints[1:]:
+            total += checkpoint.read(name, box)
+        return total.div_(len(self._checkpoints))

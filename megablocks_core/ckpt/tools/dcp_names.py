@@ -4,7 +4,8 @@ torch keeps, for each key, the way to it through the nested state dict that was 
 step is the entry's name. An entry with "state" and "param_groups" by parameter name is an
 optimizer (``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, nested or
 flattened); one that holds other tensors is a module; one without tensors is JSON. A state dict
-of one module, saved as it is, becomes the entry "model".
+of one module, saved as it is (tensors alone, some with a dot in the name), becomes the entry
+"model".
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class DcpCheckpoint:
 def _by_entry(folder: DcpFolder) -> dict[str, dict[Path, str]]:
     """The keys of each entry, by the path inside it."""
     paths = folder.index.paths
-    flat = all(len(path) == 1 for path in paths.values())
-    if flat and len(folder.index.tensors) == len(paths):
+    flat = all(len(path) == 1 for path in paths.values()) and any("." in key for key in paths)
+    if flat and not folder.index.objects:
         return {"model": {path: key for key, path in paths.items()}}
     entries: dict[str, dict[Path, str]] = {}
     for key, path in paths.items():

@@ -51,7 +51,7 @@ def diff(one: Checkpoint, other: Checkpoint, *, progress: Progress) -> Iterator[
         CheckpointError: What is stored is damaged.
     """
     yield from _values(one.state, other.state)
-    for name in [*one.tensors, *(other.tensors.keys() - one.tensors.keys())]:
+    for name in [*one.tensors, *(name for name in other.tensors if name not in one.tensors)]:
         pair = (one.tensors.get(name), other.tensors.get(name))
         yield from _tensors(name, pair, one, other, progress)
     files, others = one.beside(), other.beside()

@@ -49,9 +49,14 @@ def test_a_flattened_optimizer_is_the_same(tmp_path):
 
 
 def test_a_flat_state_dict_is_the_model(tmp_path):
-    one = saved(nn.Linear(2, 3).state_dict(), tmp_path / "c")
+    one = saved(nn.Sequential(nn.Linear(2, 3)).state_dict(), tmp_path / "c")
     assert one.state == {"model": {"kind": "module"}}
-    assert list(one.tensors) == ["model/weight", "model/bias"]
+    assert list(one.tensors) == ["model/0.weight", "model/0.bias"]
+
+
+def test_tensors_of_their_own_stay_so(tmp_path):
+    one = saved({"ema": torch.ones(2), "mask": torch.ones(3)}, tmp_path / "c")
+    assert one.state == {"ema": {"kind": "tensor"}, "mask": {"kind": "tensor"}}
 
 
 def test_learning_rates_that_are_tensors(tmp_path):
