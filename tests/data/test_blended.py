@@ -260,7 +260,7 @@ def test_arguments_that_do_not_fit_are_refused(source, arguments, message):
         BlendedDataset({"a": source(1, 9), "b": source(2, 9)}, **{"seed": 0, **arguments})
 
 
-def test_a_batch_of_many_sources_asks_those_it_comes_from():
+def test_a_batch_of_many_sources_asks_and_searches_those_it_comes_from(monkeypatch):
     asked = []
 
     class Noting:
@@ -283,7 +283,12 @@ def test_a_batch_of_many_sources_asks_those_it_comes_from():
             return 4 * len(samples)
 
     blend = BlendedDataset({str(n): Noting(n) for n in range(3000)}, seed=1)
+    blend.find([5])  # so that the table of its block is there
+    searches = []
+    search = np.flatnonzero
+    monkeypatch.setattr(np, "flatnonzero", lambda row: searches.append(1) or search(row))
     batch = blend.batch([5, 6, 7])
+    assert len(searches) == 3
     assert batch["tokens"].reshape(3, 4)[:, 0].tolist() == blend.find([5, 6, 7])[0].tolist()
     assert len(asked) == 3
     assert blend.num_loss_tokens(range(64)) == 256
