@@ -121,7 +121,7 @@ start = time.process_time()
 from megablocks_core.groups import *
 print(time.process_time() - start)
 """
-    assert min(fresh_interpreter(code) for _ in range(3)) < 0.1
+    assert any(fresh_interpreter(code) < 0.1 for _ in range(3))
 
 
 def test_f_211_every_module_imports_without_touching_cuda():

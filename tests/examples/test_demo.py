@@ -18,30 +18,36 @@ from tests.examples.tiny import EXAMPLES, SIZES, write_text
 DEMO = EXAMPLES / "demo.py"
 
 
-def _command(folder, *more):
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def _line(folder, *more):
     text = folder / "tables.jsonl"
     sizes = [word for word in SIZES if not word.startswith(("--dtype", "--save"))]
     line = [DEMO, "--out", folder / "demo", "--data", text, *sizes, "--steps=12", *more]
-    return [sys.executable, *map(str, line)]
-
-
-def _environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def _run(folder, *more):
-    command = _command(folder, *more)
-    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=500)
+    return [str(word) for word in line]
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def run(fork_server):
+    """Runs the demo; its exit code, and what it printed and said of errors."""
+
+    def to_its_end(folder, *more):
+        process = fork_server.start(*_line(folder, *more), environment=ONE_THREAD)
+        printed, errors = process.communicate(timeout=500)
+        return process.returncode, printed, errors
+
+    return to_its_end
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, run):
     """A demo that ran to its end: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("demo")
     write_text(folder)
-    finished = _run(folder, "--price-per-hour=3.6")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return folder, finished.stdout
+    code, printed, errors = run(folder, "--price-per-hour=3.6")
+    assert code == 0, printed + errors
+    return folder, printed
 
 
 def test_it_tells_what_it_does_and_finds(done):
@@ -94,18 +100,18 @@ def test_transformers_opens_the_model(done):
     assert model(input_ids=torch.tensor([[100, 101, 102]])).logits.shape == (1, 3, 257)
 
 
-def test_a_folder_with_a_run_is_refused(done):
+def test_a_folder_with_a_run_is_refused(done, run):
     before = sorted((path, path.stat().st_mtime_ns) for path in done[0].rglob("*"))
-    refused = _run(done[0])
-    assert refused.returncode == 1
-    assert refused.stderr.count("\n") == 1 and "holds a run already" in refused.stderr
+    code, _, errors = run(done[0])
+    assert code == 1
+    assert errors.count("\n") == 1 and "holds a run already" in errors
     assert sorted((path, path.stat().st_mtime_ns) for path in done[0].rglob("*")) == before
 
 
-def test_text_that_is_not_there_ends_it_in_a_few_lines(tmp_path):
-    ended = _run(tmp_path)
-    assert ended.returncode == 1
-    lines = ended.stderr.splitlines()
+def test_text_that_is_not_there_ends_it_in_a_few_lines(tmp_path, run):
+    code, _, errors = run(tmp_path)
+    assert code == 1
+    lines = errors.splitlines()
     assert 2 <= len(lines) <= 3
     assert str(tmp_path / "tables.jsonl") in lines[0]
     assert lines[-1] == "training ended with exit code 1"
@@ -122,9 +128,13 @@ def test_text_that_is_not_there_ends_it_in_a_few_lines(tmp_path):
 )
 def test_stopped_in_the_middle_it_leaves_no_process(number, tmp_path):
     write_text(tmp_path)
-    command = _command(tmp_path, "--steps=5000")
+    command = [sys.executable, *_line(tmp_path, "--steps=5000")]
     demo = subprocess.Popen(
-        command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env={**os.environ, **ONE_THREAD},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         while not (tmp_path / "demo" / "metrics.jsonl").exists():

@@ -70,11 +70,12 @@ def test_every_dtype(dtype):
 
 
 @ranks(2)
-def test_two_compiled_ones_in_flight():
-    """What is sent is what was there at the start: the compiler may use that memory again."""
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_two_compiled_ones_in_flight(backend):
+    """What is sent is what was there at the start: inductor may use that memory again."""
     group = _world()
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend=backend)
     def gathered(x):
         first, second = _start(x * 2, group), _start(x + 1, group)
         total = start_all_reduce(x * 3, group=group)

@@ -72,6 +72,11 @@ def passes():
     dist.barrier()
 
 
+def test_a_body_can_skip(pool):
+    answers = _run(pool, skips)
+    assert [(answer.outcome, answer.text) for answer in answers] == [("skipped", "no reason")] * 2
+
+
 def test_the_first_failing_rank_is_shown_with_its_values_and_the_next_test_works(pool):
     with pytest.raises(RanksError) as caught:
         _run(pool, rank_1_fails_and_rank_0_waits_for_it)
@@ -94,11 +99,6 @@ def test_a_hang_is_named_with_the_stuck_ranks_and_their_stacks(pool):
 def test_a_rank_that_dies_is_named(pool):
     with pytest.raises(RanksError, match=r"rank 1 of 2 died \(SIGKILL\)"):
         _run(pool, rank_1_dies)
-
-
-def test_a_body_can_skip(pool):
-    answers = _run(pool, skips)
-    assert [(answer.outcome, answer.text) for answer in answers] == [("skipped", "no reason")] * 2
 
 
 @pytest.mark.parametrize(

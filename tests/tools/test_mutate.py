@@ -30,6 +30,7 @@ def test_a_survivor_makes_the_run_fail():
     assert "unexplained" in run.stdout
 
 
+@pytest.mark.slow
 def test_pytest_going_wrong_is_no_verdict():
     run = _mutate("expert forgotten", "--", "no_such_folder")
     assert "no_such_folder" in run.stderr
