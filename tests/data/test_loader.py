@@ -447,6 +447,22 @@ def test_torchs_data_loader_hands_out_the_same_steps(workers):
         loader[7]
 
 
+@pytest.mark.slow
+def test_spawned_workers_hand_out_the_same_steps(stream):
+    """They inherit nothing: all they know is what a loader pickles as."""
+    dataset = GPTDataset(stream([30, 2, 41]), 4, seed=1, num_samples=40)
+    loader = Loader(dataset, global_batch_size=4, micro_batch_size=2, workers=1)
+    first = next(loader)
+    plain = [first, *loader]
+    loader.consumed = 0
+    steps = DataLoader(
+        cast(Any, loader), batch_size=None, num_workers=2, multiprocessing_context="spawn"
+    )
+    for step, other in zip(steps, plain, strict=True):
+        for batch, same in zip(step.micro_batches, other.micro_batches, strict=True):
+            assert torch.equal(batch["tokens"], same["tokens"])
+
+
 def test_pickles_without_its_threads():
     loader = rows(20, global_batch_size=2, micro_batch_size=1, workers=2)
     next(loader)
