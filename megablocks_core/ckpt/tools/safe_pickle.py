@@ -40,7 +40,7 @@ class _Safe(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._names:
             return self._names[module, name]
-        value = getattr(torch, name, None) if module == "torch" and "." not in name else None
+        value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed")

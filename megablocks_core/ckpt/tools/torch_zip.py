@@ -7,6 +7,7 @@ and the bytes of the storage as they are.
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
 import zlib
 from math import prod
@@ -60,7 +61,7 @@ class SavedTensor(NamedTuple):
         dense = tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         sizes = zip(self.strides, dense, self.shape, strict=True)
         same = all(one == other or size == 1 for one, other, size in sizes)
-        return same and not self.first and self.nbytes == prod(self.shape) * self.dtype.itemsize
+        return same and self.nbytes == prod(self.shape) * self.dtype.itemsize
 
 
 class Window(io.RawIOBase):
@@ -108,7 +109,7 @@ def find_tensor(source: Source, offset: int, length: int, what: str) -> SavedTen
     try:
         with zipfile.ZipFile(io.BufferedReader(Window(source, offset, length))) as archive:
             return _tensor(source, archive, offset, length, what)
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, struct.error) as error:
         raise CheckpointError(f"{what} is damaged: {error}") from error
 
 
@@ -150,6 +151,8 @@ def _start(source: Source, entry: zipfile.ZipInfo, offset: int, length: int, wha
     """Where the bytes of an entry begin in the file."""
     if entry.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{what} is compressed, which torch.save never does")
+    if not 0 <= entry.header_offset <= length - 30:
+        raise CheckpointError(f"{what} is damaged: {entry.filename!r} is not where it should be")
     header = _read(source, offset + entry.header_offset, 30)
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     start = entry.header_offset + 30 + names

@@ -48,6 +48,14 @@ def test_a_flattened_optimizer_is_the_same(tmp_path):
     assert [set(group["names"]) for group in groups] == [set(group["names"]) for group in others]
 
 
+def test_of_names_with_dots_the_longest_is_meant(tmp_path):
+    values = {
+        "m": {"w": torch.ones(1), "w.x": torch.ones(1)},
+        "o": {"state.w.x.v": torch.ones(1), "state.w.v": torch.ones(1)},
+    }
+    assert list(saved(values, tmp_path / "c").tensors) == ["m/w", "m/w.x", "o/m/w.x/v", "o/m/w/v"]
+
+
 def test_a_flat_state_dict_is_the_model(tmp_path):
     one = saved(nn.Sequential(nn.Linear(2, 3)).state_dict(), tmp_path / "c")
     assert one.state == {"model": {"kind": "module"}}

@@ -69,6 +69,9 @@ def test_gaps_of_special_values():
     assert differing._gap(large, large + torch.tensor([1, 0])).count == 1
     assert differing._gap(torch.tensor([True]), torch.tensor([False])) == Gap(1, 1.0, 1.0)
     assert differing._gap(torch.tensor([1.5]), torch.tensor([1.5]).half()) == Gap()
+    far = torch.tensor([math.inf, math.nan, 2.0])
+    assert differing._gap(far, far.half()) == Gap()
+    assert differing._gap(far, torch.tensor([inf, nan, 4.0]).half()) == Gap(1, 2.0, 0.5)
     low = torch.tensor([2.0]).to(torch.float8_e4m3fn)
     assert differing._gap(low, torch.tensor([4.0]).to(torch.float8_e4m3fn)) == Gap(1, 2.0, 0.5)
 

@@ -67,14 +67,8 @@ def test_values_are_not_read():
 
 
 def test_other_things_are_refused():
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (2,))
-    for value in (
-        {"a": torch.ones(2)},
-        [1],
-        3,
-        sparse,
-        torch.complex(torch.ones(1), torch.ones(1)),
-    ):
+    numbers = torch.complex(torch.ones(1), torch.ones(1))
+    for value in ({"a": torch.ones(2)}, [1], 3, torch.float32, numbers):
         with pytest.raises(CheckpointError, match="it "):
             found(saved(value))
 
