@@ -64,7 +64,7 @@ def load(
     with together(task, group=group, raises=CheckpointError):
         check_cast(cast or {})
         place = place_of(path)
-        stored = Stored(place, sizes=group.rank == 0)
+        stored = Stored(place, sizes=group.rank == 0, readers=group.size)
         if group.rank == 0:
             stored.check_rest()
     with together(task, group=group, raises=CheckpointError):

@@ -30,6 +30,7 @@ class Stored:
     Args:
         place: Its folder.
         sizes: Whether to ask for the size of every file; of many ranks one is enough.
+        readers: How many ranks read at once, each of which needs the fewer threads.
 
     Attributes:
         manifest: What it holds.
@@ -38,8 +39,8 @@ class Stored:
         CheckpointError: It is not whole, or not what was written.
     """
 
-    def __init__(self, place: Place, *, sizes: bool = True) -> None:
-        self._place = place
+    def __init__(self, place: Place, *, sizes: bool = True, readers: int = 1) -> None:
+        self._place, self._readers = place, readers
         self.manifest = read_manifest(place)
         if sizes:
             check_sizes(place, self.manifest)
@@ -56,10 +57,12 @@ class Stored:
         """
         blocks = list(_blocks(targets, self.manifest.files[file].size))
         with closing(self._place.open(file)) as source:
-            if len(blocks) == 1:
-                self._read(file, source, blocks[0])
+            threads = min(len(blocks), max(1, source.threads // self._readers))
+            if threads == 1:
+                for block in blocks:
+                    self._read(file, source, block)
                 return
-            with ThreadPoolExecutor(source.threads, thread_name_prefix="ckpt-read") as pool:
+            with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
                 list(pool.map(lambda block: self._read(file, source, block), blocks))
 
     def check_rest(self) -> None:
