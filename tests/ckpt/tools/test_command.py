@@ -124,3 +124,33 @@ def test_as_a_program_whose_reader_stops_early(tmp_path):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+@pytest.mark.slow
+def test_memory_beside_the_largest_tensor_is_under_256_mb(tmp_path):
+    """Three tensors of 256 MB; what is brought together whole may take one more of them."""
+    tensors = {name: torch.arange(64 * 10**6, dtype=torch.float32) for name in "abc"}
+    ckpt.save(tmp_path / "1", tensors)
+    tensors["b"][7] += 1
+    ckpt.save(tmp_path / "2", tensors)
+    largest = tensors["a"].nbytes
+    del tensors
+    for arguments, limit in (
+        (("diff", "1", "2"), 0),
+        (("convert", "1", "dcp"), 0),
+        (("diff", "1", "dcp"), 0),
+        (("convert", "dcp", "3"), largest),
+        (("average", "1", "2", "--out", "4"), largest),
+    ):
+        command = [sys.executable, "-c", _GROWTH, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert int(done.stdout.split()[-1]) < limit + 256 * 10**6, arguments
+
+
+_GROWTH = """
+import resource, sys
+from megablocks_core.ckpt.tools.command import main
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert main(sys.argv[1:]) < 2
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
