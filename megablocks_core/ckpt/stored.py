@@ -58,7 +58,7 @@ class Stored:
         blocks = list(_blocks(targets, self.manifest.files[file].size))
         with closing(self._place.open(file)) as source:
             threads = min(len(blocks), max(1, source.threads // self._readers))
-            if threads == 1:
+            if threads <= 1:
                 for block in blocks:
                     self._read(file, source, block)
                 return
