@@ -1,8 +1,13 @@
 """Mapped files are views, which outlive their name."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
+from megablocks_core.data import IndexedDatasetBuilder
 from megablocks_core.data.mapped import MappedFile, read_bytes
 
 
@@ -33,3 +38,43 @@ def test_an_empty_file_maps_to_nothing(tmp_path):
     file = MappedFile(str(tmp_path / "a"))
     assert (file.size, bytes(file.read(0, 9))) == (0, b"")
     assert file.array("<i8", 0, 0).shape == (0,)
+
+
+_READER = """
+import sys
+from megablocks_core.data import IndexedDataset
+tokens = IndexedDataset(sys.argv[1]).tokens
+assert int(tokens.sum()) == len(tokens)
+print("read", flush=True)
+sys.stdin.readline()  # until all have read
+found, own = False, 0
+for line in open("/proc/self/smaps"):
+    if "-" in line.split()[0]:
+        found = line.rstrip().endswith(".bin")
+    elif found and line.startswith("Pss:"):
+        own += 1024 * int(line.split()[1])
+print(own, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="the system tells no shares")
+def test_eight_ranks_of_a_host_hold_a_corpus_once(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "c", dtype=np.uint16) as builder:
+        builder.add_document(np.ones(1 << 22, np.uint16))
+    command = [sys.executable, "-c", _READER, str(tmp_path / "c")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    readers = [subprocess.Popen(command, **pipes) for _ in range(8)]
+    try:
+        assert [reader.stdout.readline() for reader in readers] == ["read\n"] * 8
+        shares = []
+        for reader in readers:
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+            shares.append(int(reader.stdout.readline()))
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.communicate()
+    size = (tmp_path / "c.bin").stat().st_size
+    assert 0.9 * size < sum(shares) < 1.2 * size
