@@ -63,6 +63,10 @@ void widen(const Token* from, std::int64_t count, std::int64_t* out) {
 inline void widen(const std::uint16_t* from, std::int64_t count, std::int64_t* out) {
     constexpr std::int64_t kLine = 32, kAhead = 512;  // tokens
     const __m128i zero = _mm_setzero_si128();
+    while (count > 0 && reinterpret_cast<std::uintptr_t>(out) % 64) {
+        *out++ = *from++;  // no store touches two lines
+        --count;
+    }
     for (; count >= kLine; count -= kLine) {
         _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
         for (int eight = 0; eight < 4; ++eight, from += 8, out += 8) {
@@ -70,15 +74,27 @@ inline void widen(const std::uint16_t* from, std::int64_t count, std::int64_t* o
             const __m128i low = _mm_unpacklo_epi16(tokens, zero);
             const __m128i high = _mm_unpackhi_epi16(tokens, zero);
             auto* to = reinterpret_cast<__m128i*>(out);
-            _mm_storeu_si128(to, _mm_unpacklo_epi32(low, zero));
-            _mm_storeu_si128(to + 1, _mm_unpackhi_epi32(low, zero));
-            _mm_storeu_si128(to + 2, _mm_unpacklo_epi32(high, zero));
-            _mm_storeu_si128(to + 3, _mm_unpackhi_epi32(high, zero));
+            _mm_store_si128(to, _mm_unpacklo_epi32(low, zero));
+            _mm_store_si128(to + 1, _mm_unpackhi_epi32(low, zero));
+            _mm_store_si128(to + 2, _mm_unpacklo_epi32(high, zero));
+            _mm_store_si128(to + 3, _mm_unpackhi_epi32(high, zero));
         }
     }
     std::copy(from, from + count, out);
 }
 #endif
+
+// Asks for the beginning of the next range while this one is copied; it may lie anywhere.
+inline void foresee(const void* next) {
+#if defined(__SSE2__) && defined(__x86_64__)
+    constexpr int kLines = 16, kBytes = 64;
+    for (int line = 0; line < kLines; ++line) {
+        _mm_prefetch(static_cast<const char*>(next) + line * kBytes, _MM_HINT_T0);
+    }
+#else
+    (void)next;
+#endif
+}
 
 // Fills out[begin, end), wherever in the ranges these two fall.
 template <typename Token>
@@ -89,6 +105,8 @@ void copy_span(const Token* tokens, const std::vector<Range>& ranges, std::int64
                                   [](std::int64_t at, const Range& r) { return at < r.target; }) - 1;
     for (; begin < end; ++range) {
         const std::int64_t stop = std::min(end, range[1].target);
+        const std::int64_t follows = range->source + (range[1].target - range->target);
+        if (range[1].source != follows) foresee(tokens + range[1].source);
         const Token* from = tokens + range->source + (begin - range->target);
         widen(from, stop - begin, out + begin);
         begin = stop;
