@@ -24,22 +24,26 @@ ROUNDS, TENSORS, SIDE = 5, 16, 2048
 
 
 def _model(tp: Group) -> Any:
-    """Matrices of one seed, cut by rows."""
+    """Matrices of one seed, cut by rows and by columns in turn, as layers in pairs are."""
     model = nn.Module()
-    rows = SIDE // tp.size
     for number in range(TENSORS):
         whole = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(number))
-        part = nn.Parameter(whole[rows * tp.rank :][:rows].clone())
+        part = nn.Parameter(whole.chunk(tp.size, _dim(number))[tp.rank].clone())
         model.register_parameter(f"w{number}", part)
-        mark(model, f"w{number}", ShardSpec(0, tp))
+        mark(model, f"w{number}", ShardSpec(_dim(number), tp))
     return model
+
+
+def _dim(number: int) -> int:
+    return number % 2
 
 
 def _distributed(model: nn.Module, sizes: tuple[int, ...], tp: Group) -> dict[str, Any]:
     """The same memory as DTensors."""
     mesh = init_device_mesh("cpu", sizes)
     return {
-        name: to_dtensor(part, (ShardSpec(0, tp),), mesh) for name, part in model.named_parameters()
+        name: to_dtensor(part, (ShardSpec(_dim(number), tp),), mesh)
+        for number, (name, part) in enumerate(model.named_parameters())
     }
 
 
