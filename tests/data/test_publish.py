@@ -360,7 +360,7 @@ def test_random_kills_of_builders_that_overwrite(tmp_path):
     delays = random.Random(0)
     for number in range(300):
         builder = start(
-            lambda n=number: build_again_and_again(tmp_path / "a", 1 + n % 5, 50, overwrite=True)
+            lambda n=number: build_again_and_again(tmp_path / "a", 1 + n % 5, 9999, overwrite=True)
         )
         time.sleep(delays.uniform(0.005, 0.1))
         os.kill(builder, signal.SIGKILL)
