@@ -15,7 +15,7 @@ from megablocks_core.ckpt.entries import Entries, take_apart
 from megablocks_core.ckpt.host_copies import HostCopies
 from megablocks_core.ckpt.manifest import CheckpointError
 from megablocks_core.ckpt.saving import save_entries
-from megablocks_core.groups import LOCAL, Group, marks
+from megablocks_core.groups import LOCAL, Group, marks, together
 
 _OWN = "Mesh(timeout=timedelta(minutes=30)).group('dp') makes one of the whole world"
 
@@ -35,7 +35,8 @@ class AsyncSaver:
             its messages come at any time: one of a mesh of its own. For the whole world that is
             ``Mesh(timeout=timedelta(minutes=30)).group("dp")``; without a timeout of its own a
             mesh shares the default process group.
-        on_durable: Called in the thread with a checkpoint's path, once it is durable.
+        on_durable: Called in the thread with a checkpoint's path, once it is durable; what it
+            raises on one rank is raised on all, as an error of the save is.
 
     Raises:
         ValueError: ``group`` is the default process group, which training uses.
@@ -109,7 +110,9 @@ class AsyncSaver:
                     keep_every=keep_every,
                     checked=self._check,
                 )
-                self._on_durable(str(path))
+                task = f"on_durable({str(path)!r})"
+                with together(task, group=self._group, raises=CheckpointError):
+                    self._on_durable(str(path))
             except BaseException as caught:
                 self._error = caught
 

@@ -174,6 +174,24 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
 
 
 @ranks(2)
+def test_what_is_told_of_a_durable_save_fails_on_all_or_none(tmp_path):
+    group = _own_world()
+
+    def tell(path):
+        if group.rank == 0 and path.endswith("a"):
+            raise OSError("nobody listens")
+
+    saver = ckpt.AsyncSaver(group=group, on_durable=tell)
+    saver.save(tmp_path / "a", {"x": torch.ones(1)})
+    with pytest.raises((OSError, ckpt.CheckpointError), match="nobody listens"):
+        saver.save(tmp_path / "b", {"x": torch.ones(1)})
+    assert not (tmp_path / "b").exists()
+    saver.save(tmp_path / "c", {"x": torch.ones(1)})
+    saver.close()
+    assert ckpt.latest(tmp_path, group=group) == tmp_path / "c"
+
+
+@ranks(2)
 def test_one_rank_abandons_for_all(tmp_path):
     root, group = tmp_path, _own_world()
     saver, go = ckpt.AsyncSaver(group=group), Event()
