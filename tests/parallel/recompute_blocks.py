@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megablocks_core.groups import LOCAL
 from megablocks_core.parallel import (
@@ -94,19 +93,6 @@ CALLS = {
         partial(lambda pair, *, scale: block(pair["x"] * scale), scale=0.5), {"x": x, "n": None}
     ),
 }
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-    def count(self, *parts):
-        return sum(any(part in name for part in parts) for name in self.names)
 
 
 def saved_bytes(call, *own):

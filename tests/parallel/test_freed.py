@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megablocks_core.parallel.recompute import recompute
+from tests.parallel.watching import Operations
 
 
 class _Producer:
@@ -27,16 +27,6 @@ class _Producer:
     @property
     def alive(self):
         return self.storage() is not None
-
-
-class _Count(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
 
 
 def _x():
@@ -70,7 +60,7 @@ def test_an_output_is_freed_and_computed_once_more(name):
         y = consumer(producer(x)) if way == "plain" else recompute(producer, x, into=consumer)
         assert producer.alive == (way == "plain")
         _LINEAR.zero_grad()
-        with _Count() as seen:
+        with Operations() as seen:
             y.sum().backward()
         assert producer.calls == (1 if way == "plain" else 2)
         assert not producer.alive

@@ -172,7 +172,8 @@ _TARGETS = ["embed_tokens", "q_proj", "v_proj", "down_proj", "lm_head"]
 
 
 def _peft_model(**options):
-    peft = pytest.importorskip("peft")
+    import peft
+
     torch.manual_seed(0)
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=_TARGETS, **options)
     model = peft.get_peft_model(tiny_model("llama"), config)
@@ -230,7 +231,8 @@ def test_adapters_of_peft_are_loaded_into_a_cut_model(tmp_path):
 
 
 def test_peft_loads_what_is_saved(tmp_path):
-    peft = pytest.importorskip("peft")
+    import peft
+
     torch.manual_seed(0)
     ours, base = tiny_model("llama"), tiny_model("llama")
     base.load_state_dict(ours.state_dict())

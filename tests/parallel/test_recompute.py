@@ -17,13 +17,13 @@ from megablocks_core.parallel.replay import remember
 from megablocks_core.testing import ranks
 from tests.parallel.recompute_blocks import (
     CALLS,
-    Operations,
     assert_same_bits,
     block_of,
     ramp,
     results_of,
     watching,
 )
+from tests.parallel.watching import Operations
 
 F64 = torch.float64
 

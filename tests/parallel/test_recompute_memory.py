@@ -12,13 +12,13 @@ from megablocks_core.parallel.recompute import recompute
 from megablocks_core.testing import ranks
 from tests.parallel.recompute_blocks import (
     CALLS,
-    Operations,
     are_alive,
     block_of,
     ramp,
     saved_bytes,
     watching,
 )
+from tests.parallel.watching import Operations
 
 
 def test_only_inputs_are_saved():

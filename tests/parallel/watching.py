@@ -20,3 +20,19 @@ class Watch(TorchDispatchMode):
             self.largest = max(self.largest, result.untyped_storage().nbytes())
             self.made.append(weakref.ref(result))
         return result
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations while on, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, *parts):
+        """How many have one of ``parts`` in their name."""
+        return sum(any(part in name for part in parts) for name in self.names)
