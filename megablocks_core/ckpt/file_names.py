@@ -21,6 +21,16 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 NUMBERED = re.compile(r".*(\.\d{5,}|-\d{5,}-of-\d{5,})")
 
 
+def whole_file(entry: str) -> str:
+    """The file of an entry's tensors that are brought together, if one rank writes all of them."""
+    return f"{entry}.safetensors"
+
+
+def rank_file(entry: str, rank: int) -> str:
+    """The file of what a rank writes as it lies."""
+    return f"{entry}.{rank:05}.safetensors"
+
+
 class FileNames:
     """Names of files.
 
@@ -44,7 +54,7 @@ class FileNames:
         entry, _, key = name.partition("/")
         writers = self._writers[entry]
         if len(writers) == 1:
-            return f"{entry}.safetensors", key
+            return whole_file(entry), key
         number = writers.index(self._homes[name]) + 1
         return f"{entry}-{number:05}-of-{len(writers):05}.safetensors", key
 
@@ -78,7 +88,7 @@ class FileNames:
                     "metadata": {"total_size": sum(one.nbytes for one in mine)},
                     "weight_map": {key: file for file, key in sorted(places)},
                 }
-                found[f"{entry}.safetensors.index.json"] = index
+                found[f"{whole_file(entry)}.index.json"] = index
         for name, value in files.items():
             if not FILE_NAME.fullmatch(name) or name == MANIFEST or ".safetensors" in name:
                 raise ValueError(
@@ -98,4 +108,4 @@ class FileNames:
             if counts[tensor.name] > 1:
                 key = f"{key}#{seen[tensor.name]}"
             seen[tensor.name] += 1
-            yield f"{entry}.{rank:05}.safetensors", key
+            yield rank_file(entry, rank), key

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megablocks_core.ckpt.commit import Draft
+from megablocks_core.ckpt.file_names import rank_file, whole_file
 from megablocks_core.ckpt.tools.checkpoint import Held
 from megablocks_core.ckpt.tools.progress import Progress
 from megablocks_core.ckpt.writing import FileToWrite, Item
@@ -66,6 +67,7 @@ def _files(state: Mapping[str, dict[str, Any]], tensors: Mapping[str, Held]) -> 
     files = []
     for entry, found in items.items():
         found.sort(key=lambda item: -item.dtype.itemsize)
-        ending = ".00000.safetensors" if state[entry]["kind"] == "optimizer" else ".safetensors"
-        files.append(FileToWrite(entry + ending, found))
+        as_it_lies = state[entry]["kind"] == "optimizer"
+        file = rank_file(entry, 0) if as_it_lies else whole_file(entry)
+        files.append(FileToWrite(file, found))
     return files
