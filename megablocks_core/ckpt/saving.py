@@ -98,9 +98,9 @@ def save_entries(
         plan = plan_save(tensors, group.rank, num_ranks=group.size)
         names = FileNames(plan.homes)
         beside = names.beside(files or {}, tensors)
+        draft = Draft(path, group=group, keep_last=keep_last, keep_every=keep_every)
     work = _Work(entries, plan, names, task, group, checked)
     work.compare(tensors)
-    draft = Draft(path, group=group, keep_last=keep_last, keep_every=keep_every)
     try:
         writer = draft.open(names.files(plan, group.rank))
         work.write(writer)

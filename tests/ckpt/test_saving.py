@@ -304,3 +304,13 @@ def _listing(root):
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
         for path in sorted(root.rglob("*"))
     }
+
+
+@ranks(2)
+def test_what_one_rank_asks_wrongly_is_refused_on_all(tmp_path):
+    world = Mesh().group("dp")
+    for wrong in ({"keep_last": 0}, {"keep_every": -1}, {"files": {"../a": 1}}):
+        options = wrong if world.rank else {}
+        with pytest.raises(ValueError, match="must be"):
+            ckpt.save(tmp_path / "a", {"x": torch.ones(1)}, group=world, **options)
+    assert not (tmp_path / "a").exists()
