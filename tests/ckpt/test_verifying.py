@@ -97,6 +97,16 @@ def test_the_damaged_tensors_are_named(tmp_path):
         ckpt.load(tmp_path / "c", {"model": model})
 
 
+def test_progress_hears_of_every_byte_of_every_file(tmp_path):
+    ckpt.save(tmp_path / "c", {"x": torch.zeros(BLOCK_BYTES // 2), "y": torch.zeros(3)})
+    total = sum(path.stat().st_size for path in (tmp_path / "c").glob("*.safetensors"))
+    heard = []
+    ckpt.verify(tmp_path / "c", progress=lambda *both: heard.append(both))
+    assert [done for done, _ in heard[:2]] == [BLOCK_BYTES, 2 * BLOCK_BYTES]
+    assert heard[-1] == (total, total) and len(heard) == 4
+    assert all(of == total for _, of in heard)
+
+
 def test_f_152_a_file_cut_short_is_named_with_both_sizes(tmp_path):
     folder, state = _saved(tmp_path)
     path = folder / "model.safetensors"

@@ -115,12 +115,18 @@ def _inspect(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     status = 0
     for path in options.paths:
+        progress, fault = Progress("verify"), ""
         try:
-            verify(path)
-            print(f"{path}: whole")
+            verify(path, progress=progress.show)
         except (CheckpointError, OSError) as error:
-            _say(str(error))
+            fault = str(error)
+        finally:
+            progress.close()
+        if fault:
+            _say(fault)
             status = 1
+        else:
+            print(f"{path}: whole")
     return status
 
 

@@ -2,7 +2,8 @@
 
 Megatron stacks layers along a first axis and experts along a second, joins q, k and v by
 key/value group, gate and up one after the other, and keeps a norm's weight with the linear layer
-behind it.
+behind it. It may also write layers, experts, gate and up each as a tensor of its own
+(``non_homogeneous_layers``, ``singleton_local_shards``).
 
 Dimensions: L layers, E experts, Q query heads, G key/value heads, D a head's size, H hidden,
 F feed-forward, V vocabulary.
@@ -43,6 +44,8 @@ _TOP = {
     "decoder.final_layernorm.weight": "model.norm.weight",
 }
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(linear_fc[12])\.(weight(?:_[wv])?)")
+_FC1 = re.compile(r"mlp\.linear_fc1\.(weight|bias)(_[wv])?")
 
 
 class Rows(NamedTuple):
@@ -171,14 +174,13 @@ class _Part(NamedTuple):
             yield _PLAIN[inner], self.rows((0, self._count()))
         elif inner in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
             yield from self._attention(inner.rpartition(".")[2])
-        elif inner in ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"):
-            kind, half = inner.rpartition(".")[2], self._half()
-            yield f"mlp.gate_proj.{kind}", self.rows((0, half))
-            yield f"mlp.up_proj.{kind}", self.rows((half, 2 * half))
+        elif (match := _FC1.fullmatch(inner)) is not None:
+            names = f"mlp.gate_proj.{match[1]}", f"mlp.up_proj.{match[1]}"
+            yield from self._gate_and_up(*names, match[2])
         elif family in _EXPERTS and inner == "mlp.router.weight":
             yield f"{_EXPERTS[family][0]}.gate.weight", self.rows((0, self._count()))
-        elif family in _EXPERTS and inner.startswith("mlp.experts.experts.linear_fc"):
-            yield from self._experts(inner.removeprefix("mlp.experts.experts."))
+        elif family in _EXPERTS and (match := _EXPERT.fullmatch(inner)) is not None:
+            yield from self._experts(*match.groups())
 
     def rows(self, *spans: tuple[int, int]) -> Source:
         count = sum(stop - start for start, stop in spans)
@@ -190,10 +192,16 @@ class _Part(NamedTuple):
             raise ValueError(f"{self.key!r} has too few dimensions")
         return self.shape[0]
 
-    def _half(self) -> int:
+    def _gate_and_up(self, gate: str, up: str, part: str | None) -> Iterator[tuple[str, Source]]:
+        """Gate and up, one after the other, or the one that ``part`` names."""
+        if part is not None:
+            yield (gate if part == "_w" else up), self.rows((0, self._count()))
+            return
         if self._count() % 2:
             raise ValueError(f"{self.key!r} of {self.shape} must hold gate and up, of equal size")
-        return self._count() // 2
+        half = self._count() // 2
+        yield gate, self.rows((0, half))
+        yield up, self.rows((half, 2 * half))
 
     def _attention(self, kind: str) -> Iterator[tuple[str, Source]]:
         """q, k and v of a tensor of [G (Q/G + 2) D] rows: each group's queries, key and value."""
@@ -208,18 +216,21 @@ class _Part(NamedTuple):
             spans = [(start, start + count * size) for start in starts]
             yield f"self_attn.{name}_proj.{kind}", self.rows(*spans)
 
-    def _experts(self, inner: str) -> Iterator[tuple[str, Source]]:
-        """Tensors of [E 2F H] or [E H F], one for each expert."""
-        if self._count() != self.sizes.experts:
+    def _experts(self, number: str | None, inner: str, kind: str) -> Iterator[tuple[str, Source]]:
+        """Tensors of [E 2F H] or [E H F], or of the one expert ``number``."""
+        if number is None and self._count() != self.sizes.experts:
             raise ValueError(f"{self.key!r} of {self.shape} must have {self.sizes.experts} experts")
         block, (gate, up, down) = _EXPERTS[self.sizes.family]
-        for expert in range(self.sizes.experts):
-            one = _Part(self.key, (*self.index, expert), self.shape[1:], self.sizes)
+        for expert in range(self.sizes.experts) if number is None else [int(number)]:
+            one = self
+            if number is None:
+                one = _Part(self.key, (*self.index, expert), self.shape[1:], self.sizes)
             name = f"{block}.experts.{expert}"
-            if inner == "linear_fc1.weight":
-                yield f"{name}.{gate}.weight", one.rows((0, one._half()))
-                yield f"{name}.{up}.weight", one.rows((one._half(), 2 * one._half()))
-            elif inner == "linear_fc2.weight":
+            if inner == "linear_fc1":
+                names = f"{name}.{gate}.weight", f"{name}.{up}.weight"
+                part = kind.removeprefix("weight")
+                yield from one._gate_and_up(*names, part or None)
+            elif kind == "weight":
                 yield f"{name}.{down}.weight", one.rows((0, one._count()))
 
 

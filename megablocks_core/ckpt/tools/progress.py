@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TextIO
 
-_BAR, _PAUSE = 24, 0.2
+_BAR, _PAUSE = 20, 0.2
 
 
 class Progress:
-    """Shows how many of ``total`` bytes are done, at most five times a second.
+    """Shows how many of ``total`` bytes are done, how fast, and how long the rest may take.
 
-    Writes to ``stream`` (stderr) if that is a terminal.
+    Writes to ``stream`` (stderr) if that is a terminal, at most five times a second.
     """
 
-    def __init__(self, what: str, total: int, *, stream: TextIO | None = None) -> None:
+    def __init__(self, what: str, total: int = 0, *, stream: TextIO | None = None) -> None:
         self._what, self._total = what, total
         self._stream = sys.stderr if stream is None else stream
         self._silent = not self._stream.isatty()
         self._done, self._width = 0, 0
-        self._shown = time.monotonic()
+        self._began = self._shown = time.monotonic()
 
     def add(self, nbytes: int) -> None:
         """So many more are done."""
-        self._done += nbytes
+        self.show(self._done + nbytes, self._total)
+
+    def show(self, done: int, total: int) -> None:
+        """So many are done, of so many."""
+        self._done, self._total = done, total
         now = time.monotonic()
         if self._silent or now - self._shown < _PAUSE:
             return
         self._shown = now
-        filled = min(_BAR, _BAR * self._done // max(self._total, 1))
-        bar = "#" * filled + "-" * (_BAR - filled)
-        line = f"{self._what}  {bar}  {size_text(self._done)} of {size_text(self._total)}"
+        line = f"{self._what}  {progress_text(done, total, now - self._began)}"
         self._stream.write("\r" + line.ljust(self._width))
         self._stream.flush()
         self._width = len(line)
@@ -42,6 +45,22 @@ class Progress:
             self._stream.write("\r" + " " * self._width + "\r")
             self._stream.flush()
             self._width = 0
+
+
+def progress_text(done: int, total: int, seconds: float) -> str:
+    """A bar, the bytes done in so many seconds, their rate, and the time left at that rate."""
+    filled = min(_BAR, _BAR * done // max(total, 1))
+    bar = "#" * filled + "-" * (_BAR - filled)
+    rate = done / max(seconds, 1e-9)
+    left = f"  {time_text((total - done) / rate)} left" if 0 < done <= total else ""
+    return f"{bar}  {size_text(done)} of {size_text(total)}  {size_text(int(rate))}/s{left}"
+
+
+def time_text(seconds: float) -> str:
+    """Hours, minutes and seconds, rounded up."""
+    minutes, second = divmod(math.ceil(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def size_text(nbytes: int) -> str:

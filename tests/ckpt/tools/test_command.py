@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megablocks_core import ckpt
+from megablocks_core.ckpt.tools import progress
 from megablocks_core.ckpt.tools.command import main
 from tests.ckpt.tools.saves import save_dcp, save_ours, trained
+from tests.ckpt.tools.test_progress import Terminal
 
 
 def run(capsys, *arguments):
@@ -44,6 +46,28 @@ def test_verify_names_the_tensors_and_goes_on(tmp_path, capsys):
     assert line.startswith("megablocks-ckpt: ") and "['y/y']" in line
     assert run(capsys, "verify", tmp_path / "a")[0] == 0
     assert run(capsys, "verify", tmp_path / "none")[0] == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("verify", "a"),
+        ("diff", "a", "b"),
+        ("convert", "a", "dcp"),
+        ("convert", "theirs", "ours"),
+        ("average", "a", "b", "--out", "mean"),
+    ],
+)
+def test_a_terminal_sees_how_far_what_reads_all_is(tmp_path, monkeypatch, arguments):
+    for name in ("a", "b"):
+        save_ours(tmp_path / name)
+    save_dcp(tmp_path / "theirs", *trained())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "_PAUSE", 0.0)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert main(arguments) == 0
+    assert f"\r{arguments[0]}  #" in terminal.getvalue()
+    assert "/s  0:0" in terminal.getvalue() and terminal.getvalue().endswith(" \r")
 
 
 def test_diff_has_the_status_of_diff(tmp_path, capsys):
@@ -149,6 +173,7 @@ def test_memory_beside_the_largest_tensor_is_under_256_mb(tmp_path):
 
 _GROWTH = """
 import resource, sys
+from megablocks_core.ckpt.tools import progress
 from megablocks_core.ckpt.tools.command import main
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert main(sys.argv[1:]) < 2

@@ -1,6 +1,7 @@
 """Weights that Megatron saved give transformers' models the logits of Megatron's own."""
 
 import json
+import math
 import subprocess
 import sys
 from importlib import import_module
@@ -18,6 +19,7 @@ from megablocks_core.ckpt.tools.dcp_reading import DcpFolder
 from megablocks_core.ckpt.tools.megatron import MegatronCheckpoint, is_megatron
 from tests.ckpt.tools.megatron_save import (
     EXPERTS,
+    FORMS,
     GROUPS,
     HEADS,
     HIDDEN,
@@ -27,7 +29,9 @@ from tests.ckpt.tools.megatron_save import (
 )
 from tests.ckpt.tools.saves import quiet_save, save_dcp, trained
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+MOE = ["mixtral", "qwen3_moe"]
+FAMILIES = ["llama", "qwen2", "qwen3", *MOE]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
 MARK = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
@@ -59,19 +63,21 @@ def write_config(folder, family, **changes):
     return path
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=LAYOUTS)
 def theirs(request, tmp_path_factory):
-    """A folder of Megatron's checkpoints of all families, written by one rank or tp 2."""
+    """A folder of Megatron's checkpoints, written at a layout (tp, pp, ep)."""
     pytest.importorskip("megatron.core.dist_checkpointing", reason="oracle megatron")
     folder = tmp_path_factory.mktemp("megatron")
     script = Path(__file__).with_name("megatron_save.py")
+    families = MOE if request.param[2] > 1 else FAMILIES
+    layout = ",".join(map(str, request.param))
     runs = [
         subprocess.Popen(
-            [sys.executable, script, folder, str(rank), str(request.param), *FAMILIES],
+            [sys.executable, script, folder, str(rank), layout, *families],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        for rank in range(request.param)
+        for rank in range(math.prod(request.param))
     ]
     for run in runs:
         out, _ = run.communicate(timeout=300)
@@ -79,11 +85,15 @@ def theirs(request, tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_gives_megatrons_logits(theirs, tmp_path, family):
+def test_transformers_gives_megatrons_logits(theirs, tmp_path, family, form):
+    if not (theirs / f"{family}.logits").exists():
+        assert family not in MOE
+        return
     transformers = import_module("transformers")
     config = write_config(tmp_path, family)
-    (said,) = convert(theirs / family, tmp_path / "ours", config=config)
+    (said,) = convert(theirs / f"{family}-{form}", tmp_path / "ours", config=config)
     assert said.startswith("left out ") and said.endswith(" keys that hold no weights")
     ckpt.verify(tmp_path / "ours")
     model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -30,6 +30,19 @@ MOE = {
     "mlp.experts.experts.linear_fc1.weight": (3, 14, 8),
     "mlp.experts.experts.linear_fc2.weight": (3, 8, 7),
 }
+DENSE_APART = {
+    "mlp.linear_fc1.layer_norm_weight": (8,),
+    "mlp.linear_fc1.weight_w": (10, 8),
+    "mlp.linear_fc1.weight_v": (10, 8),
+    "mlp.linear_fc2.weight": (8, 10),
+}
+MOE_APART = {"pre_mlp_layernorm.weight": (8,), "mlp.router.weight": (3, 8)}
+for _expert in range(3):
+    MOE_APART |= {
+        f"mlp.experts.experts.{_expert}.linear_fc1.weight_w": (7, 8),
+        f"mlp.experts.experts.{_expert}.linear_fc1.weight_v": (7, 8),
+        f"mlp.experts.experts.{_expert}.linear_fc2.weight": (8, 7),
+    }
 
 
 def stacked(*layers):
@@ -51,6 +64,8 @@ def separate(*layers):
     [
         (SIZES, DENSE),
         (replace(SIZES, family="mixtral", experts=3), MOE),
+        (SIZES, DENSE_APART),
+        (replace(SIZES, family="mixtral", experts=3), MOE_APART),
     ],
 )
 def test_every_row_goes_to_one_place(keys, sizes, layer):
@@ -67,6 +82,28 @@ def test_stacked_and_separate_layers_have_the_same_names():
     names = [map_names(keys(ATTENTION, DENSE), SIZES).keys() for keys in (stacked, separate)]
     assert names[0] == names[1]
     assert Counter(name.split(".")[2] for name in names[0] if "layers" in name) == {"0": 9, "1": 9}
+
+
+def test_experts_gate_and_up_apart_have_the_same_names_and_shapes():
+    sizes = replace(SIZES, family="qwen3_moe", experts=3)
+    norms = {"self_attention.q_layernorm.weight": (3,), "self_attention.k_layernorm.weight": (3,)}
+    for one, whole, apart in ((SIZES, DENSE, DENSE_APART), (sizes, MOE, MOE_APART)):
+        more = norms if one is sizes else {}
+        found = [map_names(separate(ATTENTION, more, layer), one) for layer in (whole, apart)]
+        shapes = [{name: source.shape for name, source in each.items()} for each in found]
+        assert shapes[0] == shapes[1]
+    expert = found[1]["model.layers.1.mlp.experts.2.up_proj.weight"]
+    key = "decoder.layers.1.mlp.experts.experts.2.linear_fc1.weight_v"
+    assert expert.rows == [Rows(key, (), 0, 7)]
+
+
+def test_an_expert_that_is_too_many_or_stands_twice_is_named():
+    sizes = replace(SIZES, family="mixtral", experts=3)
+    more = {"mlp.experts.experts.3.linear_fc2.weight": (8, 7)}
+    with pytest.raises(ValueError, match=r"no such tensors: .*experts\.3\.w2"):
+        map_names(separate(ATTENTION, MOE_APART, more), sizes)
+    with pytest.raises(ValueError, match="is 'model.layers.0.mlp.gate_proj.weight', as is"):
+        map_names(separate(ATTENTION, DENSE, DENSE_APART), SIZES)
 
 
 def test_groups_of_queries_come_apart():

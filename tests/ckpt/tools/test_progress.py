@@ -3,7 +3,7 @@
 import io
 
 from megablocks_core.ckpt.tools import progress
-from megablocks_core.ckpt.tools.progress import Progress, size_text
+from megablocks_core.ckpt.tools.progress import Progress, progress_text, size_text, time_text
 
 
 class Terminal(io.StringIO):
@@ -18,9 +18,18 @@ def test_a_terminal_gets_one_line_which_goes_away(monkeypatch):
     bar.add(1_000_000)
     bar.add(1_000_000)
     assert stream.getvalue().count("\r") == 2
-    assert "diff  ############------------  2.0 MB of 4.0 MB" in stream.getvalue()
+    assert "diff  ##########----------  2.0 MB of 4.0 MB" in stream.getvalue()
     bar.close()
     assert stream.getvalue().endswith(" \r") and "\n" not in stream.getvalue()
+
+
+def test_the_line_says_how_fast_and_how_long():
+    text = progress_text(30_000_000, 120_000_000, 2.0)
+    assert text == "#####---------------  30.0 MB of 120.0 MB  15.0 MB/s  0:06 left"
+    assert progress_text(0, 10, 0.0) == "--------------------  0 B of 10 B  0 B/s"
+    assert len(progress_text(*[999_900_000] * 2, 1.0)) + len("average  ") < 80
+    times = {0: "0:00", 0.2: "0:01", 59.5: "1:00", 3600: "1:00:00", 86399: "23:59:59"}
+    assert {seconds: time_text(seconds) for seconds in times} == times
 
 
 def test_lines_come_seldom():
