@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from megablocks_core.groups.cuts import own_slices as own_slices
     from megablocks_core.groups.cuts import split_evenly as split_evenly
     from megablocks_core.groups.cuts import whole_shape as whole_shape
+    from megablocks_core.groups.gradient_shards import GradientShard as GradientShard
+    from megablocks_core.groups.gradient_shards import gradient_shard as gradient_shard
+    from megablocks_core.groups.gradient_shards import set_gradient_shard as set_gradient_shard
     from megablocks_core.groups.group import LOCAL as LOCAL
     from megablocks_core.groups.group import Group as Group
     from megablocks_core.groups.group import bind as bind
@@ -65,6 +68,7 @@ _HOMES = {
         "split_evenly",
         "whole_shape",
     ),
+    "gradient_shards": ("GradientShard", "gradient_shard", "set_gradient_shard"),
     "group": ("LOCAL", "Group", "bind", "check_group"),
     "marking": ("mark", "marks", "specs_of"),
     "mesh": ("Mesh",),
