@@ -62,13 +62,23 @@ def load_latest(
         try:
             load(path, state, group=group, strict=strict, cast=cast)
             return path
-        except (CheckpointError, OSError) as error:
+        except Exception as error:
+            if not is_passed_over(error, group=group):
+                raise
             faults.append(str(error))
             if group.rank == 0:
                 warnings.warn(f"passing over {path}: {error}", stacklevel=2)
     if faults:
         raise CheckpointError(f"no checkpoint under {root} can be read: " + "; ".join(faults))
     return None
+
+
+def is_passed_over(error: Exception, *, group: Group) -> bool:
+    """Whether what a load raised is damage on all ranks, so that an older one may be tried.
+
+    A load that fails on one rank fails on all, but with the error itself on that rank alone.
+    """
+    return all(group.all_gather_object(isinstance(error, CheckpointError | OSError)))
 
 
 def write_latest(root: Place, name: str, digest: str) -> None:
