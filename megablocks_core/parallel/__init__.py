@@ -4,6 +4,7 @@ from megablocks_core.parallel.clip import clip_grad_norm_ as clip_grad_norm_
 from megablocks_core.parallel.cross_entropy import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )
+from megablocks_core.parallel.data_parallel import DataParallel as DataParallel
 from megablocks_core.parallel.divergence import StoredTopK as StoredTopK
 from megablocks_core.parallel.divergence import vocab_parallel_kl as vocab_parallel_kl
 from megablocks_core.parallel.dropout import Dropout as Dropout
@@ -11,6 +12,11 @@ from megablocks_core.parallel.dropout import DropoutKey as DropoutKey
 from megablocks_core.parallel.dropout import dropout as dropout
 from megablocks_core.parallel.dropout_modules import dropout_modules as dropout_modules
 from megablocks_core.parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+from megablocks_core.parallel.fsdp_precision import PrecisionPolicy as PrecisionPolicy
+from megablocks_core.parallel.fully_shard import fully_shard as fully_shard
+from megablocks_core.parallel.fully_shard import no_sync as no_sync
+from megablocks_core.parallel.gradient_counts import all_finite as all_finite
+from megablocks_core.parallel.gradient_counts import count_zeros as count_zeros
 from megablocks_core.parallel.gradients import reduce_gradients as reduce_gradients
 from megablocks_core.parallel.host_buffers import HostBuffers as HostBuffers
 from megablocks_core.parallel.initial import reset_parameters as reset_parameters
