@@ -56,6 +56,7 @@ class Reducer:
         buckets: Where they lie; indices of slots count ``parameters``.
         shards: With ``shards``: for each bucket this rank's sum [length / shares], or ``None``
             where no backward has come since ``drop``.
+        after: Called, if set, at the end of every backward that has reduced gradients.
         used: For each parameter, whether any rank has had a gradient since ``drop``.
 
     Raises:
@@ -96,6 +97,7 @@ class Reducer:
         self._expected = [1] * len(trained)  # contributions of one backward
         self._reduces = True
         self._run: _Run | None = None
+        self.after: Callable[[], None] | None = None
         self.shards: list[Tensor | None] = [None] * len(self.buckets)
         self.used = [False] * len(trained)
         self._hook()
@@ -235,6 +237,8 @@ class Reducer:
             ]
             if not self._order.known:
                 self._order.agree()
+            if self.after is not None:
+                self.after()
         else:
             for buffer in self._buffers:
                 buffer.keep()
