@@ -40,7 +40,7 @@ def set_gradient_shard(parameter: Tensor, shard: GradientShard | None) -> None:
         ValueError: Its tensor is not one-dimensional, or is no range of the parameter.
     """
     if shard is None:
-        parameter.__dict__.pop(_ATTRIBUTE, None)
+        vars(parameter).pop(_ATTRIBUTE, None)
         return
     tensor, start, group = shard
     check_group(group)
@@ -51,12 +51,12 @@ def set_gradient_shard(parameter: Tensor, shard: GradientShard | None) -> None:
             f"start={start} and {len(tensor)} elements must be a range of a parameter of "
             f"{parameter.numel()} elements"
         )
-    parameter.__dict__[_ATTRIBUTE] = _Holder(shard)
+    vars(parameter)[_ATTRIBUTE] = _Holder(shard)
 
 
 def gradient_shard(parameter: Tensor) -> GradientShard | None:
     """The shard that hangs on ``parameter``, if any."""
-    holder = parameter.__dict__.get(_ATTRIBUTE)
+    holder = vars(parameter).get(_ATTRIBUTE)
     return None if holder is None else holder.shard
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from megablocks_core.groups import LOCAL, Group, check_group, gather_from, marks, specs_of
 from megablocks_core.groups.marking import clean_name, without_ddp
 from megablocks_core.groups.patterns import chosen
+from megablocks_core.groups.placements import local
+from megablocks_core.groups.shares import Share, gradient_part, share_of
 from megablocks_core.train.moments import WIDTH, add_rows, row_of, statistics
-from megablocks_core.train.shares import Share, local, share_of
 
 Patterns = str | Sequence[str]
 
@@ -179,8 +181,12 @@ class Watch:
         none = self._table.new_zeros(WIDTH)
         rows = []
         for (kind, _), (parameter, share) in self._tensors.items():
-            tensor = parameter if kind == "parameter" else parameter.grad
-            rows.append(none if tensor is None else row_of(share.of(tensor)).to(none.device))
+            row = (
+                row_of(share.of(parameter))
+                if kind == "parameter"
+                else _gradient_row(parameter, share)
+            )
+            rows.append(none if row is None else row.to(none.device))
         total = self._table[self._rows]
         add_rows(total, torch.stack(rows))
         self._table[self._rows] = total
@@ -218,6 +224,16 @@ class Watch:
             for held in everybody
             for key, cuts in held.items()
         }
+
+
+def _gradient_row(parameter: Tensor, share: Share) -> Tensor | None:
+    """Sums over a gradient; a range of it counts as often as if each rank held the whole."""
+    part = gradient_part(parameter, (), share)
+    if part.counted is None:
+        return None
+    row = row_of(part.counted)
+    row[:-1] *= math.prod(group.size for group in part.groups) / share.num_cuts
+    return row
 
 
 def _require_matches(

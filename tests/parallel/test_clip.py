@@ -13,19 +13,23 @@ from torch.testing import assert_close
 
 from megablocks_core.groups import (
     LOCAL,
+    GradientShard,
     Group,
     Mesh,
     Segment,
     ShardSpec,
+    chunk_slice,
     load_slices,
     logical_shape,
     mark,
     marks,
+    set_gradient_shard,
 )
 from megablocks_core.parallel import ColumnParallelLinear, RowParallelLinear
 from megablocks_core.parallel.clip import clip_grad_norm_
 from megablocks_core.parallel.embedding import VocabParallelEmbedding
 from megablocks_core.testing import ranks
+from tests.parallel import gradient_layouts
 
 _ORDERS = [1.0, 2.0, 3.0, math.inf]
 
@@ -210,3 +214,76 @@ def test_parameters_are_taken_as_whole_and_once():
 def test_an_order_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="norm_type=0 must be above 0"):
         clip_grad_norm_([], 1.0, norm_type=0)
+
+
+@ranks(4)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("layout", gradient_layouts.LAYOUTS, ids=lambda layout: layout.__name__)
+def test_every_layout_has_the_norm_of_one_process(layout, norm_type):
+    wholes = gradient_layouts.whole_gradients()
+    model = layout(wholes)
+    before = {name: held.clone() for name, held in gradient_layouts.held_gradients(model).items()}
+    flat = torch.cat([whole.flatten() for whole in wholes.values()])
+    expected = torch.linalg.vector_norm(flat, norm_type)
+    norm = clip_grad_norm_(model, 0.5, norm_type=norm_type)
+    assert_close(norm, expected, rtol=1e-12, atol=0)
+    for name, held in gradient_layouts.held_gradients(model).items():
+        assert_close(held, before[name] * (0.5 / (expected + 1e-6)), rtol=1e-12, atol=0)
+
+
+@ranks(2)
+def test_f_060_plain_and_empty_shards_have_one_norm():
+    group = _world()
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in ("cut", "whole")})
+    empty = nn.Parameter(torch.zeros(1 - group.rank))  # one row over two ranks
+    model["cut"] = empty
+    mark(model, "cut", ShardSpec(0, group, (Segment(1),)))
+    empty.grad = torch.full_like(empty, 3.0)
+    model["whole"].grad = torch.tensor([4.0])
+    assert clip_grad_norm_(model, 100.0).item() == 5.0
+
+
+@ranks(4)
+def test_f_059_ranks_that_own_padding_only_take_part():
+    group = _world()
+    for count in (9, 1):
+        weight = nn.Parameter(torch.zeros(count))
+        own = chunk_slice(count, 4, group.rank)
+        values = torch.arange(1.0, count + 1)
+        set_gradient_shard(weight, GradientShard(values[own].clone(), own.start, group))
+        norm = clip_grad_norm_([weight], 1e9)
+        assert_close(norm, values.double().norm(), rtol=1e-12, atol=0)
+
+
+@ranks(4)
+def test_a_thousand_parameters_send_one_message_for_each_group_that_cuts():
+    mesh = Mesh(tp=2, dp=2)
+    tp, dp = mesh.group("tp"), mesh.group("dp")
+    model = nn.ParameterDict()
+    for index in range(1000):
+        model[f"p{index}"] = nn.Parameter(torch.zeros(2))
+        mark(model, f"p{index}", *([ShardSpec(0, tp)] if index % 3 else []))
+        shard = GradientShard(torch.ones(1), dp.rank, dp)
+        set_gradient_shard(model[f"p{index}"], shard if index % 2 else None)
+        model[f"p{index}"].grad = None if index % 2 else torch.ones(2)
+    with CommDebugMode() as traffic:
+        norm = clip_grad_norm_(model, 1e9)
+    assert traffic.get_total_counts() == 2
+    assert_close(norm.item(), math.sqrt(2 * 334 + 4 * 666))
+
+
+def test_float32_gradients_of_bf16_parameters_are_clipped_in_float32():
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.tensor([3.0, 4.001])
+    assert_close(clip_grad_norm_([weight], 1.0).item(), math.hypot(3.0, 4.001), rtol=1e-7, atol=0)
+    assert weight.grad.dtype == torch.float32
+    assert_close(weight.grad.norm().item(), 1.0, rtol=1e-6, atol=0)
+
+
+def test_a_gradient_in_two_places_is_refused():
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    set_gradient_shard(weight, GradientShard(torch.ones(2), 0, LOCAL))
+    with pytest.raises(ValueError, match="must have its gradient in one place"):
+        clip_grad_norm_([weight], 1.0)

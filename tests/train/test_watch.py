@@ -11,7 +11,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from megablocks_core.groups import LOCAL, Group, Mesh, Segment, gather_whole, load_whole
+from megablocks_core.groups import (
+    LOCAL,
+    GradientShard,
+    Group,
+    Mesh,
+    Segment,
+    chunk_slice,
+    gather_whole,
+    load_whole,
+    set_gradient_shard,
+)
 from megablocks_core.layers import Decoder, DecoderSpec
 from megablocks_core.parallel import ColumnParallelLinear, reduce_gradients
 from megablocks_core.testing import ranks
@@ -370,3 +380,22 @@ def test_a_compiled_model_is_watched_as_a_whole():
 def test_wrong_arguments_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         watch(mlp(), **arguments)
+
+
+@ranks(4)
+def test_ranges_of_gradients_have_the_statistics_of_whole_ones():
+    group, half = world(), Mesh(dp=4).split("dp", inner=2)[0]
+    for among in (group, half):
+        model = torch.nn.Linear(3, 2, bias=False)
+        values = torch.tensor([[3.0, 0.0, 1.0], [-5.0, 2.0, 0.0]])
+        watched = watch(model, every=1, parameters=(), activations=(), group=group)
+        model.weight.grad = values
+        watched.step()
+        expected = watched.read()
+        model.weight.grad = None
+        part = chunk_slice(6, among.size, among.rank)
+        set_gradient_shard(
+            model.weight, GradientShard(values.view(-1)[part].clone(), part.start, among)
+        )
+        watched.step()
+        assert watched.read() == expected

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megablocks_core.groups import LOCAL, Group, Mesh, Segment, ShardSpec, load_slices
 from megablocks_core.testing import ranks
-from megablocks_core.train.shares import share_of
+from megablocks_core.groups.shares import share_of
 
 
 def held(shape, specs, dtype=torch.int64):
