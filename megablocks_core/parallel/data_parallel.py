@@ -72,7 +72,7 @@ class DataParallel(nn.Module):
         check_arguments(group, expert_group, LOCAL, reduction, reduce_dtype, wire_dtype)
         refuse_wrapped(module)
         self.module = module
-        self.group, self.expert_group = group, expert_group
+        self.group, self.expert_group, self.reduction = group, expert_group, reduction
         self._options: dict[str, Any] = {
             "reduction": reduction,
             "reduce_dtype": reduce_dtype,
