@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any, Self
@@ -174,11 +174,31 @@ class AsyncSaver:
             raise CheckpointError("the save was abandoned")
 
     def _refuse_shared_group(self, state: Mapping[str, Any]) -> None:
-        for entry, module in state.items():
-            if not isinstance(module, nn.Module):
-                continue
-            for name, _, specs in marks(module):
-                if any(spec.group.size > 1 and spec.group.pg is self._group.pg for spec in specs):
+        """Refuse a group that ``state`` shows to be in use."""
+        for entry, value in state.items() if self._group.size > 1 else ():
+            for what, used in _groups_in_use(value):
+                if used == self._group or used is self._group.pg:
                     raise ValueError(
-                        f"group= cuts {entry}/{name}, must be one that nothing else uses: {_OWN}"
+                        f"group= {what.format(entry)}, must be one that nothing else uses: {_OWN}"
                     )
+
+
+def _groups_in_use(value: Any) -> Iterator[tuple[str, Group | dist.ProcessGroup]]:
+    """Groups that a module or optimizer sends over, each with what it is to them.
+
+    Those of marks, of the meshes of DTensors, and those that modules and optimizers keep, such as
+    torch's ``DistributedDataParallel``.
+    """
+    holders: Iterable[Any] = (value,)
+    if isinstance(value, nn.Module):
+        holders = value.modules()
+        for name, parameter, specs in marks(value):
+            for spec in specs:
+                yield f"cuts {{}}/{name}", spec.group
+            mesh = getattr(parameter, "device_mesh", None)
+            for used in mesh.get_all_groups() if mesh is not None else ():
+                yield f"is of the mesh of {{}}/{name}", used
+    for holder in holders:
+        for attribute, used in getattr(holder, "__dict__", {}).items():
+            if isinstance(used, Group | dist.ProcessGroup):
+                yield f"is {attribute} of a {type(holder).__name__} in {{}}", used

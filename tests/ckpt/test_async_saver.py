@@ -1,7 +1,11 @@
 """Saves beside training: what was there when ``save`` returned, or an error at the next call."""
 
 import random
+import subprocess
+import sys
+import textwrap
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -10,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 from megablocks_core import ckpt
@@ -17,6 +23,7 @@ from megablocks_core.ckpt import async_saver
 from megablocks_core.groups import Group, Mesh
 from megablocks_core.parallel import ColumnParallelLinear
 from megablocks_core.testing import ranks
+from tests.ckpt.flat_optimizer import FlatAdam
 
 
 def _world():
@@ -220,3 +227,104 @@ def test_groups_that_training_uses_are_refused(tmp_path):
     saver = ckpt.AsyncSaver(group=tp)
     with pytest.raises(ValueError, match="cuts model/weight"):
         saver.save(tmp_path / "a", {"model": ColumnParallelLinear(6, 4, group=tp)})
+
+
+@ranks(2)
+def test_groups_of_fully_shard_and_of_wrappers_are_refused(tmp_path):
+    own = _own_world()
+    saver = ckpt.AsyncSaver(group=own)
+    # torch takes meshes of the same ranks for one where it knows a shape, so each has its own.
+    sharded = nn.Linear(13, 10)
+    fully_shard(sharded, mesh=DeviceMesh.from_group(own.pg, "cpu"))
+    with pytest.raises(ValueError, match="group= is of the mesh of model/weight"):
+        saver.save(tmp_path / "a", {"model": sharded})
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 2), process_group=own.pg)
+    with pytest.raises(ValueError, match="is process_group of a DistributedDataParallel in model"):
+        saver.save(tmp_path / "a", {"model": wrapped})
+    optimizer = FlatAdam([[nn.Parameter(torch.zeros(4))]], group=own)
+    with pytest.raises(ValueError, match="is group of a FlatAdam in optimizer"):
+        saver.save(tmp_path / "a", {"optimizer": optimizer})
+    sharded = nn.Linear(17, 12)
+    fully_shard(sharded, mesh=DeviceMesh("cpu", [0, 1]))
+    saver.save(tmp_path / "a", {"model": sharded})
+    saver.close()
+    assert ckpt.latest(tmp_path, group=own) == tmp_path / "a"
+
+
+# Two ranks train and save until SIGTERM comes to one of them or to both, at any moment. By default
+# it ends a process at once; told to "wait", ranks agree to stop, and wait for the save under way.
+_TRAIN_UNTIL_TERMINATED = """
+    import itertools, os, random, signal, sys, time, warnings, torch
+    import torch.distributed as dist
+    from datetime import timedelta
+    from megablocks_core import ckpt
+    from megablocks_core.groups import Group, Mesh
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    chosen = random.Random(sys.argv[2])
+
+    def train(root, rank, waits):
+        stop = []
+        if waits:
+            signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{root}/store", 2), rank=rank, world_size=2,
+            timeout=timedelta(seconds=20))
+        world, own = Group.of(dist.group.WORLD), Mesh(timeout=timedelta(seconds=20)).group("dp")
+
+        def durable(path):
+            with open(f"{root}/durable{rank}", "ab") as file:
+                file.write(b".")
+
+        with ckpt.AsyncSaver(group=own, on_durable=durable) as saver:
+            for step in itertools.count(1):
+                x = torch.full((200_000,), float(step))
+                saver.save(f"{root}/run/step-{step}", {"x": x, "step": step}, keep_last=2)
+                if world.all_reduce(torch.tensor(len(stop))):
+                    saver.wait()
+                    with open(f"{root}/stopped{rank}", "w") as file:
+                        file.write(str(step))
+                    break
+
+    for number in range(int(sys.argv[2])):
+        root = os.path.join(sys.argv[1], str(number))
+        os.mkdir(root)
+        children = []
+        for rank in range(2):
+            if not (child := os.fork()):
+                try:
+                    train(root, rank, waits=number % 2)
+                    os._exit(0)
+                except BaseException:
+                    os._exit(1)
+            children.append(child)
+        while not all(os.path.exists(f"{root}/durable{rank}") for rank in range(2)):
+            time.sleep(0.001)
+        time.sleep(chosen.uniform(0, 0.05))
+        for child in chosen.sample(children, chosen.choice([1, 2])):
+            os.kill(child, signal.SIGTERM)
+        codes = [os.waitpid(child, 0)[1] for child in children]
+        assert (not any(codes)) if number % 2 else any(codes), codes
+"""
+
+
+@pytest.mark.parametrize("times", [6, pytest.param(60, marks=pytest.mark.drill)])
+def test_sigterm_during_a_save_ends_in_a_whole_checkpoint_or_none(tmp_path, times):
+    command = [sys.executable, "-c", textwrap.dedent(_TRAIN_UNTIL_TERMINATED), tmp_path, str(times)]
+    done = subprocess.run(command, timeout=900, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for number in range(times):
+        root = tmp_path / str(number)
+        durable = [len((root / f"durable{rank}").read_bytes()) for rank in range(2)]
+        state = {"x": torch.zeros(200_000), "step": 0}
+        with warnings.catch_warnings(action="ignore"):
+            path = ckpt.load_latest(root / "run", state)
+            assert path == root / "run" / f"step-{state['step']}"
+            ckpt.verify(path)
+        assert (state["x"] == state["step"]).all()
+        assert max(durable) <= state["step"] <= min(durable) + 1
+        if number % 2:
+            stopped = [int((root / f"stopped{rank}").read_text()) for rank in range(2)]
+            assert stopped == [state["step"]] * 2
+            assert ckpt.prune(root / "run", leftovers=True) == []

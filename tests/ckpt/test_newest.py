@@ -164,3 +164,27 @@ def test_of_copies_the_one_that_latest_names_counts(tmp_path, name):
     shutil.copytree(tmp_path / "step-1", tmp_path / name)
     with warnings.catch_warnings(action="error"):
         assert ckpt.latest(tmp_path) == tmp_path / "step-1"
+
+
+@ranks(2)
+def test_an_error_of_one_rank_that_is_no_damage_is_raised_on_all(tmp_path):
+    """A rank that gave up for want of memory is not left behind by others that try an older one."""
+    world = Mesh().group("dp")
+    for step in (1, 2):
+        ckpt.save(tmp_path / f"step-{step}", {"x": torch.ones(5), "step": step}, group=world)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr("megablocks_core.ckpt.loading.Wanted", _no_memory)
+        with pytest.raises((MemoryError, ckpt.CheckpointError), match="no memory"):
+            _load_state(tmp_path, world)
+    assert _load_state(tmp_path, world) == 2
+
+
+def _no_memory(*_, **__):
+    raise MemoryError("no memory")
+
+
+def _load_state(root, group):
+    state = {"x": torch.zeros(5), "step": 0}
+    ckpt.load_latest(root, state, group=group)
+    return state["step"]
