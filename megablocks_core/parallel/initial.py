@@ -14,6 +14,7 @@ on every machine, whereas a vector library may round the end of a row differentl
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from megablocks_core.groups import ShardSpec, logical_shape, own_slices, specs_of
 from megablocks_core.groups.cuts import Box
 from megablocks_core.groups.marking import clean_name
+from megablocks_core.groups.placements import is_dtensor, local, placement_specs
 from megablocks_core.parallel.counter import GOLDEN, key_of, mix_, shift, signed
 
 # Temporary memory is a few blocks: one that fits a CPU's cache, or that fills a GPU.
@@ -93,8 +95,8 @@ def reset_parameters(module: nn.Module, *, seed: int) -> None:
 
     Parts of this package key each parameter by its logical name. Other parts (``nn.Linear``,
     ``nn.LayerNorm``) run their own ``reset_parameters`` under a generator seeded by their
-    name. A tied parameter ends with the values of its first name. Run it on a model that was
-    built on ``meta`` after ``to_empty``.
+    name, a whole tensor at a time if ``fully_shard`` has cut it. A tied parameter ends with the
+    values of its first name. Run it on a model that was built on ``meta`` after ``to_empty``.
 
     Raises:
         ValueError: A part has parameters but no ``reset_parameters``, or has one that knows no
@@ -133,7 +135,36 @@ def _reset_by_generator(part: nn.Module, reset: Callable[..., None], key: int) -
     devices = {parameter.device for parameter in part.parameters(recurse=False)}
     with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
         torch.manual_seed(key)
-        reset()
+        with _whole_shares(part):
+            reset()
+
+
+@contextmanager
+def _whole_shares(part: nn.Module) -> Iterator[None]:
+    """Parameters that placements cut are whole inside; afterwards each rank has its slices."""
+    cut = [
+        (owner, name, parameter)
+        for owner in part.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and is_dtensor(parameter)
+    ]
+    wholes = {
+        id(parameter): nn.Parameter(
+            torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        )
+        for _, _, parameter in cut
+    }
+    for owner, name, parameter in cut:
+        owner._parameters[name] = wholes[id(parameter)]
+    try:
+        yield
+    finally:
+        for owner, name, parameter in cut:
+            owner._parameters[name] = parameter
+    for _, _, parameter in cut:
+        slices = own_slices(placement_specs(parameter), tuple(parameter.shape))
+        for theirs, mine in slices:
+            local(parameter).detach()[mine].copy_(wholes[id(parameter)].detach()[theirs])
 
 
 @torch.no_grad()
@@ -142,28 +173,28 @@ def _fill(
 ) -> Tensor:
     if tensor.is_meta:
         return tensor
-    shape = logical_shape(tensor, specs)
-    for whole, local in own_slices(specs, shape):
-        for whole_block, local_block in _blocks(whole, local, tensor.device):
+    shape, held = logical_shape(tensor, specs), local(tensor)
+    for whole, mine in own_slices((*specs, *placement_specs(tensor)), shape):
+        for whole_block, own_block in _blocks(whole, mine, tensor.device):
             bits = _bits(key, whole_block, shape, tensor.device)
-            tensor[local_block].copy_(values(bits))
+            held[own_block].copy_(values(bits))
     return tensor
 
 
-def _blocks(whole: Box, local: Box, device: torch.device) -> Iterator[tuple[Box, Box]]:
+def _blocks(whole: Box, mine: Box, device: torch.device) -> Iterator[tuple[Box, Box]]:
     """A box in pieces of bounded size, as pairs of places in the whole and the local tensor."""
     limit = _BLOCK_ON_CPU if device.type == "cpu" else _BLOCK_ELSEWHERE
     lengths = [part.stop - part.start for part in whole]
     count = math.prod(lengths)
     if count <= limit:
-        yield whole, local
+        yield whole, mine
         return
     dim = next(dim for dim, length in enumerate(lengths) if length > 1)
     step = max(1, limit * lengths[dim] // count)
     for start in range(0, lengths[dim], step):
         stop = min(start + step, lengths[dim])
         yield from _blocks(
-            _narrow(whole, dim, start, stop), _narrow(local, dim, start, stop), device
+            _narrow(whole, dim, start, stop), _narrow(mine, dim, start, stop), device
         )
 
 
