@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megablocks_core.groups import LOCAL, Group, marks
+from megablocks_core.parallel.parameter_watch import ParameterWatch
 from megablocks_core.parallel.reducer import (
     BUCKET_BYTES,
     Reducer,
@@ -81,7 +82,7 @@ class DataParallel(nn.Module):
             "wide_gradients": wide_gradients,
         }
         self._reducer: Reducer | None = None
-        self._seen: list[tuple[int, torch.dtype, bool]] = []
+        self._watch: ParameterWatch | None = None
         self.register_state_dict_post_hook(_without_step)
         self.register_load_state_dict_pre_hook(_with_step)
         self._plan(values=True)
@@ -91,7 +92,7 @@ class DataParallel(nn.Module):
         """Call the module."""
         if not self._communicates or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if self._seen != self._parameters_now():
+        if self._watch is None or self._watch.has_changed():
             self._plan(values=False)
         reducer = self._reducer
         assert reducer is not None
@@ -131,14 +132,11 @@ class DataParallel(nn.Module):
     # A copy plans for itself at its first forward pass.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reducer": None, "_seen": []}
+        return {**self.__dict__, "_reducer": None, "_watch": None}
 
     @property
     def _communicates(self) -> bool:
         return self.group.size > 1 or self.expert_group.size > 1
-
-    def _parameters_now(self) -> list[tuple[int, torch.dtype, bool]]:
-        return [(id(one), one.dtype, one.requires_grad) for one in self.module.parameters()]
 
     def _plan(self, *, values: bool) -> None:
         """Hook the parameters as they are now, on all ranks alike."""
@@ -158,7 +156,7 @@ class DataParallel(nn.Module):
             for _, parameter, _ in named:
                 if parameter.dtype.itemsize < 4:
                     set_gradient_dtype(parameter, torch.float32)
-        self._seen = self._parameters_now()
+        self._watch = ParameterWatch(self.module)
 
 
 def refuse_wrapped(module: nn.Module) -> None:
