@@ -15,6 +15,7 @@ import numpy as np
 from megablocks_core.groups.cuts import Box
 
 Shape = tuple[int, ...]
+_MOST_CORNERS, _MOST_PAIRED = 2**23, 2**10
 
 
 def whole_box(shape: Shape) -> Box:
@@ -103,29 +104,84 @@ def tile(array: np.ndarray, shape: Shape) -> bool:
 
     Each box is a function that is 1 inside and 0 outside. Its mixed difference is +1 or -1 at its
     corners, and says all about it. So boxes tile a whole exactly if the signed corners of the boxes
-    add up to those of the whole: no two boxes need to be compared.
+    add up to those of the whole: no two boxes need to be compared. Dimensions that no box cuts
+    have no say.
+
+    Raises:
+        ValueError: There are more than 1,024 boxes, cut in so many dimensions that they have more
+            than 2**23 corners.
     """
-    corners, signs = _signed_corners(array, shape)
-    whole, whole_signs = _signed_corners(as_array([whole_box(shape)], len(shape)), shape)
-    places, which = np.unique(np.concatenate([corners, whole]), return_inverse=True)
-    total = np.bincount(which, np.concatenate([signs, -whole_signs]), len(places))
+    ends = np.array([[0] * len(shape), shape], dtype=np.int64)
+    cut = np.flatnonzero((array != ends).any(axis=(0, 1)))
+    inner, whole = array[:, :, cut], ends[None, :, cut]
+    if len(array) << len(cut) > _MOST_CORNERS:
+        return _tile_by_pairs(array, shape)
+    corners, signs = _signed_corners(inner)
+    whole_corners, whole_signs = _signed_corners(whole)
+    places = np.concatenate([corners, whole_corners])
+    _, which = np.unique(_numbered(places, [shape[dim] for dim in cut]), return_inverse=True)
+    total = np.bincount(which, np.concatenate([signs, -whole_signs]))
     return not total.any()
 
 
-def _signed_corners(array: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    scale = strides(shape)
+def _signed_corners(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The corners of boxes, [corners, dimensions], and the sign of each."""
+    num_dims = array.shape[2]
     corners, signs = [], []
-    for ends in product((0, 1), repeat=len(shape)):
-        at = array[:, list(ends), list(range(len(shape)))]
-        corners.append(at @ scale)
+    for ends in product((0, 1), repeat=num_dims):
+        corners.append(array[:, list(ends), list(range(num_dims))])
         signs.append(np.full(len(array), (-1) ** sum(ends)))
     return np.concatenate(corners), np.concatenate(signs)
 
 
+def _numbered(places: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """A number for each of some places, [places, dimensions], equal for equal ones only."""
+    grown = [length + 1 for length in lengths]
+    if prod(grown) < 2**63:
+        return places @ _weights(grown)
+    return np.unique(places, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def _tile_by_pairs(array: np.ndarray, shape: Shape) -> bool:
+    if len(array) > _MOST_PAIRED:
+        raise ValueError(
+            f"{len(array)} boxes of shape {shape} are cut in too many dimensions to be compared"
+        )
+    boxes = as_boxes(array)
+    count = sum(prod(lengths(box)) for box in boxes)
+    return count == prod(shape) and not any_meet([box for box in boxes if prod(lengths(box))])
+
+
+def any_meet(boxes: list[Box]) -> bool:
+    """Whether any two of some boxes, none of them empty, have an element in common.
+
+    A sweep along the dimension with the most cuts: each box is compared with those that are
+    open where it begins, so that slices of one dimension are compared with their neighbours.
+    """
+    if len(boxes) < 2:
+        return False
+    if not boxes[0]:
+        return True
+    dims = range(len(boxes[0]))
+    dim = max(dims, key=lambda dim: len({box[dim].start for box in boxes}))
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[dim].start):
+        open_boxes = [other for other in open_boxes if other[dim].stop > box[dim].start]
+        if any(intersection(other, box) is not None for other in open_boxes):
+            return True
+        open_boxes.append(box)
+    return False
+
+
 def strides(shape: Shape) -> np.ndarray:
-    """Weights that give every corner of a box inside ``shape`` a number of its own."""
-    grown = [length + 1 for length in shape]
-    return np.array([prod(grown[dim + 1 :]) for dim in range(len(shape))], dtype=np.int64)
+    """Weights that give the starts, and the ends, of different boxes inside ``shape`` different
+    numbers. Boxes do not differ in dimensions of one element.
+    """
+    return _weights([length if length == 1 else length + 1 for length in shape])
+
+
+def _weights(lengths: Sequence[int]) -> np.ndarray:
+    return np.array([prod(lengths[dim + 1 :]) for dim in range(len(lengths))], dtype=np.int64)
 
 
 def cells(boxes: Sequence[Box]) -> list[tuple[Box, list[int]]]:

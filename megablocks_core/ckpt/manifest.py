@@ -21,6 +21,8 @@ from megablocks_core.groups.cuts import Box
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 4 * 2**20
+# torch has no more.
+MOST_DIMS = 64
 FORMAT, VERSION = "megablocks_core.ckpt", 2
 HASH_KEY = ',\n "xxh3_128": "'
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}

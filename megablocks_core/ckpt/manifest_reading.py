@@ -7,18 +7,22 @@ names, types, sizes and boxes are all checked before anything is made of them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import pairwise
 from math import prod
 from typing import Any, NoReturn
 
 import xxhash
 
+from megablocks_core.ckpt.boxes import any_meet, as_array, tile
+from megablocks_core.ckpt.file_names import FILE_NAME
 from megablocks_core.ckpt.manifest import (
     BLOCK_BYTES,
     DTYPES,
     FORMAT,
     HASH_KEY,
     MANIFEST,
+    MOST_DIMS,
     VERSION,
     CheckpointError,
     Chunk,
@@ -27,8 +31,13 @@ from megablocks_core.ckpt.manifest import (
     StoredAs,
 )
 from megablocks_core.ckpt.places import Place
+from megablocks_core.groups.cuts import Box
 
 _KINDS = ("module", "optimizer", "tensor", "json")
+# A longer manifest would be of more than ten million tensors.
+_LONGEST = 2**31
+# Boxes that are compared in pairs; more are looked at all at once.
+_FEW = 64
 
 
 def read_manifest(place: Place, *, tensors: bool = True) -> Manifest:
@@ -42,6 +51,9 @@ def read_manifest(place: Place, *, tensors: bool = True) -> Manifest:
         CheckpointError: There is none, its hash differs, it is of another format, or it says
             what cannot be.
     """
+    size = place.size(MANIFEST)
+    if size is not None and size > _LONGEST:
+        raise CheckpointError(f"{place.child(MANIFEST)} has {size} bytes, more than {_LONGEST}")
     data = place.read(MANIFEST)
     if data is None:
         raise CheckpointError(f"{place} has no {MANIFEST}: it is not a finished checkpoint")
@@ -60,7 +72,7 @@ def parse_manifest(data: bytes, path: str, *, tensors: bool = True) -> Manifest:
     if tail != f'{digest}"\n}}\n':
         raise CheckpointError(f"{path} is damaged: its hash is not the one it ends with")
     try:
-        body = json.loads(text)
+        body = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     reader = _Reader(path)
@@ -80,6 +92,7 @@ def parse_manifest(data: bytes, path: str, *, tensors: bool = True) -> Manifest:
     if tensors:
         for name, one in reader.items(body, "tensors"):
             manifest.tensors[name] = reader.tensor(name, one, files)
+        reader.check_entries(manifest)
         reader.check_apart(manifest)
     return manifest
 
@@ -110,6 +123,8 @@ class _Reader:
         return tuple(self.whole_number(one, what) for one in value)
 
     def entry(self, name: str, one: Any) -> dict[str, Any]:
+        if not FILE_NAME.fullmatch(name):
+            self.refuse(f"{name!r} is no name of an entry")
         if not isinstance(one, dict) or one.get("kind") not in _KINDS:
             self.refuse(f"state[{name!r}] is {_short(one)}")
         if one["kind"] in ("json", "optimizer") and "value" not in one:
@@ -119,8 +134,8 @@ class _Reader:
         return one
 
     def file(self, name: str, one: Any) -> FileRecord:
-        plain = name not in ("", ".", "..", MANIFEST) and not set(name) & set("/\\\0")
-        if not plain:
+        plain = name not in ("", ".", "..", MANIFEST) and not set(name) & set("/\\")
+        if not plain or not name.isprintable() or len(name.encode()) > 255:
             self.refuse(f"{name!r} is no name of a file in its folder")
         if not isinstance(one, dict):
             self.refuse(f"files[{name!r}] is {_short(one)}")
@@ -141,8 +156,8 @@ class _Reader:
         if not isinstance(code, str) or code not in DTYPES:
             self.refuse(f"{name!r} has the dtype {_short(code)}")
         shape = self.whole_numbers(one.get("shape"), f"the shape of {name!r}")
-        if prod(shape) >= 2**63:
-            self.refuse(f"{name!r} has the shape {shape}")
+        if len(shape) > MOST_DIMS or prod(filter(None, shape)) >= 2**60:
+            self.refuse(f"{name!r} has the shape {_short(shape)}")
         stored = StoredAs(code, shape, [self._chunk(name, part, shape) for part in one["chunks"]])
         for part in stored.chunks:
             if part.file not in files or stored.end_of(part) > files[part.file].size:
@@ -172,8 +187,28 @@ class _Reader:
         count = sum(prod(part.shape) for part in stored.chunks)
         if count != prod(stored.shape):
             self.refuse(f"the chunks of {name!r} hold {count} elements of shape {stored.shape}")
-        if any_meet([part.box for part in stored.chunks if prod(part.shape)]):
+        boxes = [part.box for part in stored.chunks if prod(part.shape)]
+        if any_meet(boxes) if len(boxes) <= _FEW else not self._tile(name, boxes, stored.shape):
             self.refuse(f"chunks of {name!r} overlap")
+
+    def _tile(self, name: str, boxes: list[Box], shape: tuple[int, ...]) -> bool:
+        try:
+            return tile(as_array(boxes, len(shape)), shape)
+        except ValueError as error:
+            self.refuse(f"the chunks of {name!r}: {error}")
+
+    def check_entries(self, manifest: Manifest) -> None:
+        """Each tensor is of an entry that can have it, and no entry that is a tensor lacks it."""
+        for name in manifest.tensors:
+            entry, _, inner = name.partition("/")
+            kind = manifest.state.get(entry, {}).get("kind", "none")
+            if not inner or kind not in ("module", "optimizer", "tensor"):
+                self.refuse(f"{name!r} is a tensor of an entry of the kind {kind!r}")
+            if kind == "tensor" and inner != entry:
+                self.refuse(f"{name!r} must be {entry}/{entry}, for its entry is a tensor")
+        for entry, said in manifest.state.items():
+            if said["kind"] == "tensor" and f"{entry}/{entry}" not in manifest.tensors:
+                self.refuse(f"{entry}/{entry} is missing, for its entry is a tensor")
 
     def check_apart(self, manifest: Manifest) -> None:
         """No two chunks share bytes of a file."""
@@ -189,27 +224,13 @@ class _Reader:
                     self.refuse(f"{first!r} and {second!r} overlap in {file!r}")
 
 
-def any_meet(boxes: list[tuple[slice, ...]]) -> bool:
-    """Whether any two of some boxes, none of them empty, have an element in common.
-
-    A sweep along the dimension with the most cuts: each box is compared with those that are
-    open where it begins, so that slices of one dimension are compared with their neighbours.
-    """
-    if len(boxes) < 2:
-        return False
-    if not boxes[0]:
-        return True
-    dims = range(len(boxes[0]))
-    dim = max(dims, key=lambda dim: len({box[dim].start for box in boxes}))
-    open_boxes: list[tuple[slice, ...]] = []
-    for box in sorted(boxes, key=lambda box: box[dim].start):
-        open_boxes = [other for other in open_boxes if other[dim].stop > box[dim].start]
-        for other in open_boxes:
-            pairs = zip(other, box, strict=True)
-            if all(a.start < b.stop and b.start < a.stop for a, b in pairs):
-                return True
-        open_boxes.append(box)
-    return False
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which no key stands twice: readers differ in which one they take."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{key!r} stands twice in an object")
+    return found
 
 
 def _is_optimizer(value: Any) -> bool:

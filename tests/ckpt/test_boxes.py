@@ -1,5 +1,6 @@
 """Box arithmetic agrees with arrays in which every element is painted."""
 
+from itertools import combinations
 from math import prod
 
 import numpy as np
@@ -8,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megablocks_core.ckpt.boxes import (
+    _numbered,
+    _tile_by_pairs,
+    any_meet,
     as_array,
     as_boxes,
     cells,
@@ -18,6 +22,7 @@ from megablocks_core.ckpt.boxes import (
     moved,
     sizes,
     split,
+    strides,
     tile,
     whole_box,
 )
@@ -106,6 +111,67 @@ def test_tile_is_every_element_exactly_once(case):
 )
 def test_no_tiling(boxes):
     assert not tile(as_array(boxes, 1), (4,))
+
+
+@given(shapes_and_boxes())
+def test_tile_by_pairs_is_the_same(case):
+    shape, boxes = case
+    array = as_array(boxes, len(shape))
+    assert _tile_by_pairs(array, shape) == tile(array, shape)
+    ends = array.reshape(2 * len(boxes), len(shape))
+    rows = [tuple(row) for row in ends.tolist()]
+    for lengths_ in (shape, (2**40,) * len(shape)):  # with room for a number each, and without
+        numbers = _numbered(ends, lengths_).tolist()
+        assert len(set(zip(rows, numbers, strict=True))) == len(set(rows)) == len(set(numbers))
+
+
+@pytest.mark.parametrize("shape", [(1,) * 64, (2,) * 40, (1, 2**61, 1, 3)])
+def test_many_and_long_dimensions_take_no_time(shape):
+    whole = whole_box(shape)
+    dim = shape.index(max(shape))
+    middle = shape[dim] // 2
+    parts = [
+        (*whole[:dim], slice(*ends), *whole[dim + 1 :])
+        for ends in ((0, middle), (middle, shape[dim]))
+        if ends[0] < ends[1]
+    ]
+    assert tile(as_array(parts, len(shape)), shape)
+    assert not tile(as_array([*parts, parts[0]], len(shape)), shape)
+
+
+def test_every_dimension_of_one_element_weighs_nothing():
+    assert strides((1,) * 64).tolist() == [1] * 64
+    assert strides((1, 3, 1, 2)).tolist() == [12, 3, 3, 1]
+
+
+def test_boxes_cut_in_many_dimensions():
+    """A whole of 2**30 elements, less one corner after the other."""
+    shape = (2,) * 30
+    boxes = [
+        ((slice(0, 1),) * dim + (slice(1, 2),) + (slice(0, 2),) * (29 - dim)) for dim in range(30)
+    ]
+    assert not tile(as_array(boxes, 30), shape)
+    assert tile(as_array([*boxes, (slice(0, 1),) * 30], 30), shape)
+    with pytest.raises(ValueError, match="1110 boxes .* too many dimensions to be compared"):
+        tile(as_array(boxes * 37, 30), shape)
+
+
+_BOXES = st.tuples(*[st.tuples(st.integers(0, 3), st.integers(1, 3))] * 2)
+
+
+@given(st.lists(_BOXES, max_size=5))
+def test_boxes_that_meet_are_found(ranges):
+    boxes = [tuple(slice(start, start + length) for start, length in box) for box in ranges]
+    held = [{(i, j) for i in range(*_ends(a)) for j in range(*_ends(b))} for a, b in boxes]
+    assert any_meet(boxes) == any(a & b for a, b in combinations(held, 2))
+
+
+def test_scalars_meet():
+    assert any_meet([(), ()]) and not any_meet([()]) and not any_meet([])
+
+
+def _ends(part):
+    return part.start, part.stop
 
 
 def test_no_boxes():
