@@ -40,8 +40,14 @@ class ParameterGathers:
         self._late = []
 
     def hide(self, module: nn.Module) -> None:
-        """Let whoever reads a parameter through ``module`` wait for its bucket."""
-        for owner in module.modules():
+        """Let whoever reads a parameter through ``module`` wait for its bucket.
+
+        Compiled code, which would be compiled anew for a dict of another kind, waits here.
+        """
+        owners = list(module.modules())
+        if any(owner._compiled_call_impl is not None for owner in owners):
+            self.wait()
+        for owner in owners:
             found = {self._bucket_of.get(id(parameter)) for parameter in owner._parameters.values()}
             behind = [number for number in self._flying if number in found]
             if behind:
