@@ -37,11 +37,13 @@ from megablocks_core.parallel.lora_merge import merge_lora as merge_lora
 from megablocks_core.parallel.lora_merge import unmerge_lora as unmerge_lora
 from megablocks_core.parallel.offload import Offloaded as Offloaded
 from megablocks_core.parallel.offload import offload as offload
+from megablocks_core.parallel.optimizer_pieces import StochasticRounding as StochasticRounding
 from megablocks_core.parallel.plan import Column as Column
 from megablocks_core.parallel.plan import Row as Row
 from megablocks_core.parallel.recompute import recompute as recompute
 from megablocks_core.parallel.recompute_modules import RecomputePolicy as RecomputePolicy
 from megablocks_core.parallel.recompute_modules import recompute_modules as recompute_modules
 from megablocks_core.parallel.replay import remember as remember
+from megablocks_core.parallel.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from megablocks_core.parallel.tensor_parallelize import gather as gather
 from megablocks_core.parallel.tensor_parallelize import tensor_parallelize as tensor_parallelize

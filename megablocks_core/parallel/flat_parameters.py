@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from megablocks_core.groups import Group
 from megablocks_core.groups.buffers import Handle, start_all_gather_
@@ -81,9 +82,13 @@ class FlatParameters:
         return whole[own.start : own.start + own.length]
 
     def start_gather(self) -> Handle | None:
-        """Start to send this rank's shard to all, and to receive theirs."""
+        """Start to send this rank's shard to all, and to receive theirs.
+
+        A graph that saved the old weights then refuses to run backward, as with any optimizer.
+        """
         if self._flat is None:
             return None
+        increment_version(list(self.parameters.values()))
         first, last = self.bucket.shard(self.group.rank)
         return start_all_gather_(self._flat, self._flat[first:last], group=self.group)
 
