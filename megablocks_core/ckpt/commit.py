@@ -11,6 +11,7 @@ from typing import Any
 
 import xxhash
 
+from megablocks_core.ckpt.gathering import at_first_rank
 from megablocks_core.ckpt.manifest import (
     BLOCK_BYTES,
     MANIFEST,
@@ -107,7 +108,7 @@ class Draft:
             OSError: A fault of the file system; nothing stands under ``path``, and ``LATEST``
                 is as it was.
         """
-        receipts = self._group.all_gather_object(receipt)
+        receipts = at_first_rank(receipt, group=self._group)
         with self._together():
             if self._group.rank == 0:
                 self._commit(Manifest(0, state, *_joined(receipts)), files or {})

@@ -118,7 +118,7 @@ class _Served:
     def _fill(self, batch: Sequence[Slice], rooms: Sequence[Tensor]) -> None:
         targets = []
         for (_, _, item), room in zip(batch, rooms, strict=True):
-            known = self._stored.manifest.tensors.get(item.key)
+            known = self._stored.manifest.tensors.get(item.name)
             if known is None or (known.shape, DTYPES[known.dtype]) != (item.shape, item.dtype):
                 raise CheckpointError(f"{self._stored.path(FILE)} lacks {item.key}")
             targets.append(Target(known.chunks[0].offset, as_bytes(room).numpy().data))

@@ -1,8 +1,7 @@
 """A part: what one rank holds of a state, as a folder, and the parts that lie in a folder.
 
-A part is a checkpoint of one process whose tensors are what the rank holds, box by box. Its
-manifest says beside the state of which save it is and how the boxes lie in the whole tensors. A
-copy of a part is equal to it, to the byte.
+A part is a checkpoint of one process: a module whose tensors are what the rank holds, box by box,
+and a JSON value that says what they are of the state. A copy of a part is equal to it, to the byte.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from megablocks_core.files.safetensors import DTYPE_CODES
 from megablocks_core.groups.cuts import Box
 
 FILE = "part.safetensors"
-# No entry of a state is called so.
-_LAYOUT = ".layout"
+# The entries of a part.
+_TENSORS, _LAYOUT = "tensors", "layout"
 # What is read, sent and written at once; larger boxes are cut.
 _ITEM_BYTES = 16 * 2**20
 _NAME = re.compile(r"step-(\d+)\.(\d+)\.(\d{5,})-of-(\d{5,})")
@@ -90,15 +89,17 @@ class Contents(NamedTuple):
         Raises:
             CheckpointError: It says what cannot be.
         """
-        own = dict(state)
         try:
-            rows = own.pop(_LAYOUT)["value"]
-            return cls(own, [_outline(*row) for row in rows])
-        except (KeyError, TypeError, ValueError) as error:
+            value = state[_LAYOUT]["value"]
+            # Read as the state of any manifest is: nothing in it is believed.
+            text = Manifest(0, value["state"]).text().encode()
+            own = parse_manifest(text, f"{path}: {_LAYOUT}", tensors=False).state
+            return cls(own, [_outline(*row) for row in value["outlines"]])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} says what cannot be of its part: {error!r}") from error
 
     def manifest_state(self) -> dict[str, dict[str, Any]]:
-        """``state`` for the manifest of the part, with the layout as one more entry."""
+        """What the manifest of the part says of its own entries."""
         rows = [
             [
                 one.name,
@@ -108,7 +109,8 @@ class Contents(NamedTuple):
             ]
             for one in self.outlines
         ]
-        return {**self.state, _LAYOUT: {"kind": "json", "value": rows}}
+        value = {"state": self.state, "outlines": rows}
+        return {_TENSORS: {"kind": "module"}, _LAYOUT: {"kind": "json", "value": value}}
 
     def wholes(self, saved_unix_ns: int) -> Manifest:
         """The manifest of a checkpoint of the whole tensors, without chunks."""
@@ -125,7 +127,7 @@ class Contents(NamedTuple):
             boxes = [part for box in one.boxes for part in split(box, most)]
             for number, box in enumerate(boxes):
                 key, shape = f"{one.name}#{number}", lengths(box)
-                item = Item(key, key, one.dtype, (0,) * len(shape), shape, shape)
+                item = Item(key, f"{_TENSORS}/{key}", one.dtype, (0,) * len(shape), shape, shape)
                 found.append(Slice(one.name, box, item))
         return found
 

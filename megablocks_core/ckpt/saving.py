@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +18,9 @@ from megablocks_core.ckpt.commit import Draft
 from megablocks_core.ckpt.entries import Entries, merge_states, take_apart
 from megablocks_core.ckpt.exchange import Exchange
 from megablocks_core.ckpt.file_names import FileNames
+from megablocks_core.ckpt.gathering import all_texts
 from megablocks_core.ckpt.manifest import CheckpointError
-from megablocks_core.ckpt.outlines import Holding, holdings, pack
+from megablocks_core.ckpt.outlines import Holding, Packed, holdings, pack
 from megablocks_core.ckpt.replicas import Replicas
 from megablocks_core.ckpt.rounds import BUCKET_BYTES
 from megablocks_core.ckpt.save_plan import Round, SavePlan, Whole, plan_save
@@ -90,11 +92,13 @@ def save_entries(
     task = f"save({str(path)!r})"
     with together(task, group=group, raises=CheckpointError):
         entries = entries_of()
-        message = (entries.state, pack([share.outline for share in entries.shares]))
-    states, packed = zip(*group.all_gather_object(message), strict=True)
+        outlines = pack([share.outline for share in entries.shares])
+        state = json.dumps(entries.state).encode()
+    texts = all_texts([state, *outlines], group=group)
     with together(task, group=group, raises=CheckpointError):
-        merged = merge_states(states)
-        tensors = holdings(packed)
+        states = {text: json.loads(text) for text, *_ in texts}
+        merged = merge_states([states[text] for text, *_ in texts])
+        tensors = holdings([Packed(header, ends) for _, header, ends in texts])
         plan = plan_save(tensors, group.rank, num_ranks=group.size)
         names = FileNames(plan.homes)
         beside = names.beside(files or {}, tensors)

@@ -47,10 +47,23 @@ def test_what_a_part_holds_is_read_as_it_was_written():
     assert json.dumps(read.manifest_state()) == text
 
 
-@pytest.mark.parametrize("rows", [None, 3, [["x", "F32", [2]]], [["x", "F3", [2], []]], [[1] * 4]])
-def test_what_cannot_be_is_refused(rows):
-    state = {".layout": {"kind": "json", "value": rows}}
-    with pytest.raises(ckpt.CheckpointError, match="p says what cannot be of its part"):
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"state": {}},
+        {"state": 3, "outlines": []},
+        {"state": {"x": {"kind": "pickle"}}, "outlines": []},
+        {"state": {"x": {"kind": "optimizer", "value": 3}}, "outlines": []},
+        {"state": {}, "outlines": 3},
+        {"state": {}, "outlines": [["x", "F32", [2]]]},
+        {"state": {}, "outlines": [["x", "F3", [2], []]]},
+        {"state": {}, "outlines": [[1, 1, 1, 1]]},
+    ],
+)
+def test_what_cannot_be_is_refused(value):
+    state = {"layout": {"kind": "json", "value": value}}
+    with pytest.raises(ckpt.CheckpointError, match="p.* says what cannot be"):
         Contents.of(state, "p")
 
 
@@ -110,5 +123,5 @@ def test_a_part_is_a_checkpoint_that_can_be_verified(tmp_path):
     with open(part / "part.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"!")
-    with pytest.raises(ckpt.CheckpointError, match="x/x#0"):
+    with pytest.raises(ckpt.CheckpointError, match="tensors/x/x#0"):
         ckpt.verify(part)

@@ -13,7 +13,7 @@ import torch
 from megablocks_core import ckpt
 from megablocks_core.ckpt import exchange, local_tier_saving
 from megablocks_core.files import disk
-from megablocks_core.groups import Mesh
+from megablocks_core.groups import Group, Mesh
 from megablocks_core.groups.swaps import swap
 from megablocks_core.testing import ranks
 from tests.ckpt.local_tiers import Hosts, assert_holds, state_of
@@ -54,17 +54,34 @@ def test_the_last_saves_stay_as_many_as_asked_for(tmp_path):
 
 
 @ranks(3)
-def test_each_part_is_sent_once_for_each_copy(tmp_path):
+def test_each_part_is_sent_once_for_each_copy_and_on_load_only_what_is_lacking(tmp_path):
     world = Mesh().group("dp")
-    hosts, sent = Hosts(tmp_path, ["a", "b", "c"], world, copies=2), []
+    hosts, state = Hosts(tmp_path, ["a", "b", "c"], world, copies=2), {"x": torch.zeros(10, 100)}
+    tier = hosts.tier()
+    assert _messages(tier.save, 1, state) == ([4000, 4000], 1 + 7)
+    assert _messages(tier.load_newest, state) == ([], 1 + 8)
+    hosts.lose("a")
+    found = _messages(tier.load_newest, state)
+    sent = world.all_gather_object(found[0])
+    assert sorted(sent) == [[], [], [4000]] and sent[0] == []
 
-    def counted(outgoing, incoming, *, group):
+
+def _messages(call, *arguments):
+    """Sizes of the messages of tensors that this rank sends, and how many small ones all have."""
+    sent, small = [], []
+
+    def swapped(outgoing, incoming, *, group):
         sent.extend(one.nbytes for one in outgoing.values())
         swap(outgoing, incoming, group=group)
 
-    with patch.object(exchange, "swap", counted):
-        hosts.tier().save(1, {"x": torch.zeros(10, 100)})
-    assert sent == [4000, 4000]
+    def gathered(group, value):
+        small.append(value)
+        return gather(group, value)
+
+    gather = Group.all_gather_object
+    with patch.object(exchange, "swap", swapped), patch.object(Group, gather.__name__, gathered):
+        call(*arguments)
+    return sent, len(small)
 
 
 class _Fault:
@@ -203,7 +220,7 @@ _SAVE_UNTIL_KILLED = """
     import torch.distributed as dist
     from datetime import timedelta
     from megablocks_core import ckpt
-    from megablocks_core.groups import Mesh
+    from megablocks_core.groups import Group, Mesh
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
