@@ -191,11 +191,12 @@ class AliasedBuffer(GradientBuffer):
         return self._memory if self._memory is not None and self._memory.is_free() else None
 
     def _still(self, slot: int, view: Tensor) -> Place:
-        gradient = self.parameters[slot].grad
-        if gradient is None:
+        parameter = self.parameters[slot]
+        if parameter.grad is None:
             return Place.EMPTY
-        if slot in self._own and gradient is not self._own[slot]:
-            view.copy_(gradient)
+        if slot in self._own and parameter.grad is not self._own[slot]:
+            view.copy_(parameter.grad)
+            self._own[slot] = parameter.grad = view.detach()
         return Place.EARLIER
 
     def _show_own(self, slot: int, view: Tensor) -> None:
