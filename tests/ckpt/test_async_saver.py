@@ -20,6 +20,7 @@ from torch.testing import assert_close
 
 from megablocks_core import ckpt
 from megablocks_core.ckpt import async_saver
+from megablocks_core.files import disk
 from megablocks_core.groups import Group, Mesh
 from megablocks_core.parallel import ColumnParallelLinear
 from megablocks_core.testing import ranks
@@ -249,6 +250,64 @@ def test_groups_of_fully_shard_and_of_wrappers_are_refused(tmp_path):
     saver.save(tmp_path / "a", {"model": sharded})
     saver.close()
     assert ckpt.latest(tmp_path, group=own) == tmp_path / "a"
+
+
+@ranks(2)
+@pytest.mark.parametrize("call", ["write", "sync", "rename"])
+def test_a_fault_of_the_disk_is_heard_of_on_all_ranks_and_training_goes_on(tmp_path, call):
+    world, state = _world(), {"x": torch.ones(5), "y": torch.ones(3, dtype=torch.float64)}
+    with ckpt.AsyncSaver(group=_own_world()) as saver:
+        saver.save(tmp_path / "a", state)
+        saver.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 0:
+                patch.setattr(disk, call, _broken)
+            saver.save(tmp_path / "b", state)
+            for _ in range(5):
+                assert world.all_reduce(torch.ones(1)).item() == 2
+            with pytest.raises((OSError, ckpt.CheckpointError), match="Input/output error"):
+                saver.save(tmp_path / "c", state)
+        assert ckpt.latest(tmp_path, group=world) == tmp_path / "a"
+        saver.save(tmp_path / "c", state)
+    assert ckpt.latest(tmp_path, group=world) == tmp_path / "c"
+
+
+def _broken(*_, **__):
+    raise OSError(5, "Input/output error")
+
+
+@ranks(2)
+def test_a_rank_that_does_not_save_is_missed_within_the_timeout(tmp_path):
+    world, own = _world(), Mesh(timeout=timedelta(seconds=2)).group("dp")
+    saver = ckpt.AsyncSaver(group=own)
+    if world.rank == 0:
+        saver.save(tmp_path / "a", {"x": torch.ones(1)})
+        with pytest.raises(RuntimeError):
+            saver.wait()
+        assert list(tmp_path.iterdir()) == []
+    assert world.all_reduce(torch.ones(1)).item() == 2
+
+
+def test_host_memory_does_not_grow_over_twenty_saves(tmp_path):
+    model = nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+    buffers, sizes = set(), []
+    with ckpt.AsyncSaver() as saver:
+        for step in range(20):
+            model(torch.ones(1, 1024)).sum().backward()
+            optimizer.step()
+            state = {"model": model, "optimizer": optimizer, "step": step}
+            saver.save(tmp_path / str(step), state, keep_last=1)
+            buffers.add((saver._copies.buffer.data_ptr(), saver._copies.buffer.numel()))
+            sizes.append(_resident())
+    assert len(buffers) == 1
+    # The state has 12 MB; a buffer more, or one kept, would show.
+    assert max(sizes[10:]) - max(sizes[:10]) < 6 * 2**20
+
+
+def _resident():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
 
 # Two ranks train and save until SIGTERM comes to one of them or to both, at any moment. By default

@@ -198,6 +198,9 @@ def _listing(root):
     }
 
 
+_EIO = OSError(5, "Input/output error")
+
+
 class _Fault:
     """Makes call ``number`` of a function of ``files.disk`` fail, on the rank that this is on."""
 
@@ -215,7 +218,7 @@ class _Fault:
         if self.kind == "half":  # a part arrives before the disk is full
             descriptor, (part, *_), offset = args
             self.real(descriptor, [part[: part.nbytes // 2]], offset)
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "No space left on device") if self.kind == "half" else _EIO
 
 
 _FAULTS = [
@@ -240,7 +243,7 @@ def test_a_fault_at_any_call_raises_on_all_ranks_and_loses_nothing(tmp_path, cal
                     ckpt.save(tmp_path / "step-2", _state(2), group=world)
                     failed = False
                 except (OSError, ckpt.CheckpointError) as error:
-                    assert "No space left on device" in str(error)
+                    assert ("No space" if kind == "half" else "Input/output error") in str(error)
                     failed = True
             outcomes = world.all_gather_object((failed, fault.seen >= number))
             assert {failed for failed, _ in outcomes} == {outcomes[rank][1]}, outcomes
@@ -285,6 +288,23 @@ def test_a_rank_that_is_missing_ends_the_save_within_the_timeout(tmp_path):
         assert ckpt.latest(tmp_path) == tmp_path / "step-1"
     else:
         time.sleep(3)
+
+
+@ranks(2)
+def test_a_disk_slower_than_the_timeout_ends_the_save_and_training_goes_on(tmp_path):
+    world, hasty = (Mesh(timeout=timedelta(seconds=seconds)).group("dp") for seconds in (60, 2))
+    ckpt.save(tmp_path / "step-1", _state(1), group=world)
+    world.barrier()
+    before = _listing(tmp_path)
+    real = disk.sync
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(disk, "sync", lambda file: (time.sleep(4), real(file)))
+        with pytest.raises((RuntimeError, OSError)):
+            ckpt.save(tmp_path / "step-2", {"x": torch.ones(9), "y": torch.ones(9)}, group=hasty)
+    assert world.all_reduce(torch.ones(1)).item() == 2
+    assert _listing(tmp_path) == before
+    ckpt.save(tmp_path / "step-2", _state(2), group=world)
 
 
 # Saves and prunes over and over until it is killed; each save that returned leaves a dot.

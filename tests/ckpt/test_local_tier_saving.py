@@ -12,6 +12,7 @@ import torch
 
 from megablocks_core import ckpt
 from megablocks_core.ckpt import exchange, local_tier_saving
+from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.files import disk
 from megablocks_core.groups import Group, Mesh
 from megablocks_core.groups.swaps import swap
@@ -129,6 +130,35 @@ def test_a_fault_at_any_call_raises_on_all_ranks_and_the_save_before_stays(tmp_p
     state = state_of(world, 9)
     assert hosts.tier().load_newest(state) == 2
     assert_holds(world, state, 2)
+
+
+@ranks(2)
+def test_a_disk_that_fills_up_raises_on_all_ranks_and_the_save_before_stays(tmp_path):
+    world = Mesh().group("dp")
+    hosts, small = Hosts(tmp_path, ["a", "b"], world), tmp_path / "b"
+    if world.rank == 0:
+        small.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small]
+        done = subprocess.run(mount, capture_output=True, check=False)
+        if done.returncode:
+            pytest.skip(f"mounting a small disk needs root: {done.stderr.decode()}")
+    world.barrier()
+    try:
+        hosts.tier().save(1, {"x": torch.full((9,), 1.0)})
+        for asked in (True, False):  # what the system says is free, and what then is
+            with pytest.MonkeyPatch.context() as patched:
+                if not asked:
+                    patched.setattr(LocalPlace, "free_bytes", lambda _: None)
+                with pytest.raises((OSError, ckpt.CheckpointError), match="No space left"):
+                    hosts.tier().save(2, {"x": torch.zeros(10**6)})
+            world.barrier()
+            assert len(hosts.parts("a")) == len(hosts.parts("b")) == 2
+        state = {"x": torch.zeros(9)}
+        assert hosts.tier().load_newest(state) == 1 and (state["x"] == 1).all()
+    finally:
+        world.barrier()
+        if world.rank == 0:
+            subprocess.run(["umount", small], check=True)
 
 
 @ranks(2)

@@ -75,3 +75,23 @@ def test_extra_memory_of_a_state_of_half_a_gigabyte(tmp_path):
 @ranks(1, 2, timeout=900)
 def test_extra_memory_of_a_state_of_four_gigabytes(tmp_path):
     _check(tmp_path, 58)
+
+
+@pytest.mark.slow
+@ranks(2)
+@pytest.mark.parametrize("copies", [0, 1])
+def test_extra_memory_of_a_save_on_the_hosts(tmp_path, copies):
+    world = Mesh().group("dp")
+    folder = tmp_path / str(world.rank)
+    tier = ckpt.LocalTier(folder, group=world, hosts=["a", "b"], copies=copies)
+    state = {"net": Net(3, 0, world, 1.0)}
+    tier.save(1, {"x": torch.ones(5)})
+    saved = _extra(lambda: tier.save(2, state))
+    if copies:
+        world.barrier()
+        for part in (tmp_path / "0").iterdir():
+            (part / "manifest.json").unlink(missing_ok=True)
+        world.barrier()
+    loaded = _extra(lambda: tier.load_newest(state))
+    print(f"extra: save {saved / MB:.0f} MB, load {loaded / MB:.0f} MB")
+    assert max(saved, loaded) < 256 * MB
