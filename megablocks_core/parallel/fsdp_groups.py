@@ -109,6 +109,14 @@ class ParameterGroup(FSDPParamGroup):
                 self.fsdp_params[index].sharded_param.grad = None
         self.used, self.blank, self._entered = set(), set(), False
 
+    def drop(self) -> None:
+        """Forget gradients that were not reduced."""
+        for one in self.fsdp_params:
+            one.unsharded_accumulated_grad = None
+            if hasattr(one, "_unsharded_param"):
+                one._unsharded_param.grad = None
+        self.end([True] * len(self.fsdp_params))
+
     def settle(self) -> None:
         """Free what was gathered; the next forward pass gathers it anew."""
         if self._all_gather_result is not None:

@@ -70,7 +70,10 @@ class Steps:
             )
         if forward_broke_off(self._root):
             self._root.reset_iter_state()
-        self._in_backward = False
+        if self._in_backward:  # it broke off, and the user began anew
+            self._in_backward = False
+            for group in self._groups:
+                group.drop()
         for group in self._groups:
             if group.reshard_after_backward:
                 group.settle()

@@ -95,8 +95,10 @@ def _calls(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _matched(seen: dict[nn.Module, str], patterns: Sequence[str]) -> list[nn.Module]:
-    by_name = {clean_name(f"{path}."): part for part, path in seen.items() if path}
-    by_name = {name.removesuffix("."): part for name, part in by_name.items()}
+    by_name: dict[str, nn.Module] = {}
+    for part, path in seen.items():
+        if path:  # of a wrapper and what it wraps, the wrapper
+            by_name.setdefault(clean_name(f"{path}.").removesuffix("."), part)
     found = chosen(by_name, patterns)
     if found.unmatched:
         raise ValueError(f"units={list(patterns)}: no module's name matches {found.unmatched}")

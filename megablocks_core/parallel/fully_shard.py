@@ -30,6 +30,7 @@ from megablocks_core.parallel.fsdp_precision import (
     widen_kept,
 )
 from megablocks_core.parallel.fsdp_units import Unit, plan_units
+from megablocks_core.parallel.gradient_claims import is_claimed
 from megablocks_core.parallel.replicas import check_replicas
 
 
@@ -106,7 +107,12 @@ def fully_shard(
                 "offload=True: experts lie whole on each rank over expert_group=LOCAL and would "
                 "stay on their device"
             )
-    named = list(marks(module))
+        named = list(marks(module))
+        for name, parameter, _ in named:
+            if is_claimed(parameter):
+                raise ValueError(
+                    f"parameter {name!r} is reduced by an optimizer or wrapper already"
+                )
     check_replicas(named, group=group, expert_group=expert_group)
     check_replicas(named, group=replicate, expert_group=LOCAL)
     divisor = group.size * replicate.size if reduction == "mean" else 1

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megablocks_core.groups import ShardSpec, logical_shape, own_slices, specs_of
 from megablocks_core.groups.cuts import Box
 from megablocks_core.groups.marking import clean_name
-from megablocks_core.groups.placements import is_dtensor, local, placement_specs
+from megablocks_core.groups.placements import local, placement_specs
 from megablocks_core.parallel.counter import GOLDEN, key_of, mix_, shift, signed
 
 # Temporary memory is a few blocks: one that fits a CPU's cache, or that fills a GPU.
@@ -146,7 +146,7 @@ def _whole_shares(part: nn.Module) -> Iterator[None]:
         (owner, name, parameter)
         for owner in part.modules()
         for name, parameter in owner._parameters.items()
-        if parameter is not None and is_dtensor(parameter)
+        if parameter is not None and placement_specs(parameter)
     ]
     wholes = {
         id(parameter): nn.Parameter(
