@@ -140,13 +140,13 @@ class _Work:
         limit: int,
     ) -> None:
         self._folder, self._task, self._group, self._limit = folder, task, group, limit
-        self._partners = partners[group.rank]
+        self._all_partners, self._partners = partners, partners[group.rank]
         self._sources = [rank for rank in range(group.size) if group.rank in partners[rank]]
-        self._all_partners = partners
         # This rank's part first, then the copies.
         self._parts: dict[int, _Part] = {}
         self._shares: dict[str, Any] = {}
         self._num_rounds = 0
+        self._arriving: dict[int, list[Tensor]] = {}
 
     def begin(self, step: int, state: Mapping[str, Any], keep_last: int) -> list[SaveId]:
         """Take the state apart, tell the partners what is to come, and open all files.
@@ -234,21 +234,19 @@ class _Work:
 
     def _exchange(self, number: int) -> Exchange:
         mine = self._views(number)
-        outgoing = dict.fromkeys(self._partners, mine) if mine else {}
-        incoming = {}
         for rank in self._sources:
-            batch = self._parts[rank].batch(number)
-            if batch:
-                incoming[rank] = [
-                    torch.empty(one.item.shape, dtype=one.item.dtype) for one in batch
+            if batch := self._parts[rank].batch(number):
+                self._arriving[rank] = [
+                    torch.empty(item.shape, dtype=item.dtype) for _, _, item in batch
                 ]
-        self._arriving = incoming
-        return Exchange(outgoing, incoming, group=self._group)
+        outgoing = dict.fromkeys(self._partners, mine) if mine else {}
+        return Exchange(outgoing, self._arriving, group=self._group)
 
     def _complete(self, number: int, exchange: Exchange) -> None:
         exchange.unpack()
         self._parts[self._group.rank].add(number, self._views(number))
-        for rank, tensors in self._arriving.items():
+        while self._arriving:
+            rank, tensors = self._arriving.popitem()
             self._parts[rank].add(number, tensors)
 
     def _views(self, number: int) -> list[Tensor]:
