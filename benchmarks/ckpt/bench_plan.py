@@ -88,7 +88,7 @@ def main() -> None:
         plans = {
             "save": lambda packed=packed: plan_save(holdings(packed), 5, num_ranks=RANKS),
             "load": lambda packed=packed, stored=stored: plan_load(
-                holdings(packed), stored, 5, num_ranks=RANKS
+                holdings(packed), stored, 5, hosts=[rank // 8 for rank in range(RANKS)]
             ),
         }
         for command, plan in plans.items():

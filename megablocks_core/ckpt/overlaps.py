@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from megablocks_core.ckpt.boxes import as_array
-from megablocks_core.ckpt.manifest import BLOCK_BYTES, DTYPES, Chunk, StoredAs
+from megablocks_core.ckpt.manifest import BLOCK_BYTES, DTYPES, StoredAs
 from megablocks_core.ckpt.outlines import Holding, Layout
 
 
@@ -31,7 +32,11 @@ class Overlaps(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Parts of overlaps that lie in one block each; one entry a part.
+    """Parts of overlaps that lie in one block each; one entry a part, block after block.
+
+    In a block, parts of one chunk stand next to each other. If each of them is a run, each has a
+    segment of its own, so that it can be read straight to where it is needed. Otherwise all share
+    one segment, from the first element that is needed to the last.
 
     Attributes:
         tensors: Number of the tensor.
@@ -39,9 +44,10 @@ class Needs(NamedTuple):
         cells: Number of the cell in its tensor's layout.
         boxes: Number of the overlap in its tensor.
         blocks: Number of the block, over all files.
-        starts: First element of the chunk that lies in the block.
-        stops: End of the chunk's elements in the block.
+        starts: First element, in the chunk as a run, of the segment.
+        stops: End of the segment there.
         nbytes: Bytes of the overlap that lie in the block.
+        lengths: Bytes of the segment.
     """
 
     tensors: np.ndarray
@@ -52,15 +58,17 @@ class Needs(NamedTuple):
     starts: np.ndarray
     stops: np.ndarray
     nbytes: np.ndarray
+    lengths: np.ndarray
 
 
 def find_needs(
     wanted: Sequence[Holding], stored: Mapping[str, StoredAs]
 ) -> tuple[Needs, list[Overlaps]]:
-    """What is needed of which block: all parts, by tensor, and the overlaps of each tensor."""
+    """What is needed of which block: all parts, by block, and the overlaps of each tensor."""
     first_blocks = _first_blocks(stored)
     known: dict[tuple[int, bytes], Overlaps] = {}
-    parts, overlaps = [], []
+    alike: dict[tuple[int, int], _Alike] = {}
+    overlaps = []
     for number, tensor in enumerate(wanted):
         chunks = stored[tensor.name].chunks
         boxes = as_array([chunk.box for chunk in chunks], len(tensor.shape))
@@ -69,9 +77,36 @@ def find_needs(
             known[key] = overlap(tensor.layout, boxes)
         overlaps.append(known[key])
         itemsize = DTYPES[stored[tensor.name].dtype].itemsize
-        parts.append(_parts(number, overlaps[-1], chunks, boxes, itemsize, first_blocks))
-    columns = zip(*parts, strict=True) if parts else [[np.empty(0, dtype=np.int64)]] * 8
-    return Needs(*(np.concatenate(column) for column in columns)), overlaps
+        one = alike.setdefault((id(known[key]), itemsize), _Alike(known[key], boxes, itemsize))
+        one.tensors.append(number)
+        one.offsets.append([chunk.offset for chunk in chunks])
+        one.first_blocks.append([first_blocks[chunk.file] for chunk in chunks])
+    parts = [_parts(one) for one in alike.values()]
+    columns = zip(*parts, strict=True) if parts else [[np.empty(0, dtype=np.int64)]] * 9
+    needs = Needs(*(np.concatenate(column) for column in columns))
+    order = np.lexsort((needs.boxes, needs.tensors, needs.blocks))
+    return _joined(Needs(*(column[order] for column in needs))), overlaps
+
+
+def _joined(needs: Needs) -> Needs:
+    """Parts of a chunk in a block that are not all runs, with one segment for all.
+
+    Each comes with the ends of its overlap in the block. It is a run if it has all bytes between.
+    """
+    if not len(needs.blocks):
+        return needs
+    which = np.stack([needs.blocks, needs.tensors, needs.chunks])
+    first = np.flatnonzero(np.append(True, (which[:, 1:] != which[:, :-1]).any(axis=0)))
+    counts = np.diff(np.append(first, len(needs.blocks)))
+    apart = np.repeat(np.logical_and.reduceat(needs.nbytes == needs.lengths, first), counts)
+    starts = np.repeat(np.minimum.reduceat(needs.starts, first), counts)
+    stops = np.repeat(np.maximum.reduceat(needs.stops, first), counts)
+    itemsizes = needs.lengths // (needs.stops - needs.starts)
+    return needs._replace(
+        starts=np.where(apart, needs.starts, starts),
+        stops=np.where(apart, needs.stops, stops),
+        lengths=np.where(apart, needs.lengths, (stops - starts) * itemsizes),
+    )
 
 
 def overlap(layout: Layout, chunks: np.ndarray) -> Overlaps:
@@ -108,16 +143,36 @@ def _pairs(cells: np.ndarray, chunks: np.ndarray) -> np.ndarray:
     return np.stack([first[which] + within, which])
 
 
-def _parts(
-    number: int,
-    found: Overlaps,
-    chunks: Sequence[Chunk],
-    boxes: np.ndarray,
-    itemsize: int,
-    first_blocks: Mapping[str, int],
-) -> tuple[np.ndarray, ...]:
-    offsets = np.array([chunk.offset for chunk in chunks], dtype=np.int64)[found.chunks]
-    base = np.array([first_blocks[chunk.file] for chunk in chunks], dtype=np.int64)[found.chunks]
+@dataclass
+class _Alike:
+    """Tensors whose overlaps are the same, but for where their chunks lie.
+
+    Attributes:
+        found: The overlaps.
+        boxes: Of the chunks, [chunks, 2, dimensions].
+        itemsize: Bytes of an element.
+        tensors: Numbers of the tensors.
+        offsets: Of the chunks in their files, for each tensor.
+        first_blocks: Numbers of the first blocks of these files, for each tensor.
+    """
+
+    found: Overlaps
+    boxes: np.ndarray
+    itemsize: int
+    tensors: list[int] = field(default_factory=list)
+    offsets: list[list[int]] = field(default_factory=list)
+    first_blocks: list[list[int]] = field(default_factory=list)
+
+
+def _parts(alike: _Alike) -> tuple[np.ndarray, ...]:
+    boxes, itemsize = alike.boxes, alike.itemsize
+    tensors = np.repeat(np.array(alike.tensors), len(alike.found.chunks))
+    found = Overlaps(*(np.concatenate([one] * len(alike.tensors)) for one in alike.found))
+    number = np.tile(np.arange(len(alike.found.chunks)), len(alike.tensors))
+    offsets, base = (
+        np.array(one, dtype=np.int64)[:, alike.found.chunks].reshape(-1)
+        for one in (alike.offsets, alike.first_blocks)
+    )
     first = (offsets + found.starts * itemsize) // BLOCK_BYTES
     counts = (offsets + found.stops * itemsize - 1) // BLOCK_BYTES - first + 1
     which = np.repeat(np.arange(len(counts)), counts)
@@ -125,22 +180,25 @@ def _parts(
     blocks = first[which] + within
     numel = np.prod(boxes[:, 1] - boxes[:, 0], axis=1)[found.chunks[which]]
     begin = blocks * BLOCK_BYTES - offsets[which]
-    starts = np.clip(begin // itemsize, 0, numel)
-    stops = np.clip((begin + BLOCK_BYTES) // itemsize, 0, numel)
+    starts = np.minimum(np.maximum(begin // itemsize, 0), numel)
+    stops = np.minimum((begin + BLOCK_BYTES) // itemsize, numel)
     shapes = (boxes[:, 1] - boxes[:, 0])[found.chunks[which]]
     inner = found.boxes[which]
     nbytes = (before(inner, shapes, stops) - before(inner, shapes, starts)) * itemsize
+    starts = np.maximum(starts, found.starts[which])
+    stops = np.minimum(stops, found.stops[which])
     held = np.flatnonzero(nbytes)  # a block may lie between two rows of a box
     which = which[held]
     return (
-        np.full(len(held), number),
+        tensors[which],
         found.chunks[which],
         found.cells[which],
-        which,
+        number[which],
         blocks[held] + base[which],
         starts[held],
         stops[held],
         nbytes[held],
+        (stops - starts)[held] * itemsize,
     )
 
 

@@ -78,7 +78,7 @@ class Share:
         if 0 in lengths(box):
             return torch.empty(lengths(box), dtype=self.dtype)
         for piece in self.pieces:
-            if intersection(box, piece.box) == box:
+            if _contains(piece.box, box):
                 return piece.view[inside(box, piece.box)]
         raise AssertionError(f"{self.name}: this rank does not hold {box}")
 
@@ -181,6 +181,13 @@ def joined(shares: Iterable[Share]) -> list[Share]:
                     raise ValueError(f"{share.name}: two ranges of this rank overlap")
             first.pieces.extend(share.pieces)
     return list(found.values())
+
+
+def _contains(outer: Box, box: Box) -> bool:
+    for part, around in zip(box, outer, strict=True):
+        if part.start < around.start or part.stop > around.stop:
+            return False
+    return True
 
 
 def _check_memory(name: Name, tensor: Tensor) -> None:

@@ -33,6 +33,15 @@ def swap(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], *, grou
             work.wait()
 
 
+def on_any(flag: bool, *, group: Group) -> bool:
+    """Whether ``flag`` is set on any rank, all of which call it; a message of one word."""
+    if group.size == 1:
+        return flag
+    word = torch.tensor(int(flag), dtype=torch.int32, device=message_device(group))
+    dist.all_reduce(word, op=dist.ReduceOp.MAX, group=group.pg)
+    return bool(word)
+
+
 def message_device(group: Group) -> torch.device:
     """Where ``swap`` wants its tensors: on the CPU if the group serves it, else on this GPU."""
     if group.size == 1 or group.pg is None:

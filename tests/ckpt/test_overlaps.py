@@ -64,13 +64,14 @@ def test_needs_are_every_wanted_byte_once(seed, block_bytes):
         overlaps.BLOCK_BYTES = old
     total = 0
     for need in zip(*needs, strict=True):
-        tensor, chunk, cell, box, _, start, stop, nbytes = (int(value) for value in need)
+        tensor, chunk, cell, box, _, start, stop, nbytes, length = (int(value) for value in need)
         one = wanted[tensor]
         part = stored[one.name].chunks[chunk]
         marked = np.zeros(part.shape, dtype=int)
         marked[as_boxes(found[tensor].boxes)[box]] = 1
         assert marked.reshape(-1)[start:stop].sum() * one.dtype.itemsize == nbytes > 0
         assert found[tensor].cells[box] == cell and found[tensor].chunks[box] == chunk
+        assert length == (stop - start) * one.dtype.itemsize
         begins = part.offset + start * one.dtype.itemsize
         ends = part.offset + stop * one.dtype.itemsize
         assert begins // block_bytes == (ends - 1) // block_bytes

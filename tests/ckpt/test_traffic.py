@@ -7,14 +7,15 @@ import torch
 from torch import nn
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt import exchange
+from megablocks_core.ckpt import exchange, loading, windows
 from megablocks_core.groups import Group, Mesh, ShardSpec, mark
-from megablocks_core.groups.swaps import swap
+from megablocks_core.groups.swaps import on_any, swap
 from megablocks_core.testing import ranks
+from tests.ckpt.test_windows import on_hosts
 
 
 class _Counts:
-    """Counts small gathers and broadcasts, and bytes from rank to rank, while it is entered."""
+    """Counts small messages, and bytes from rank to rank, while it is entered."""
 
     def __enter__(self):
         self.small = self.sent = self.rounds = 0
@@ -23,6 +24,8 @@ class _Counts:
             call = self._counted(getattr(Group, name))
             self._patches.enter_context(patch.object(Group, name, call))
         self._patches.enter_context(patch.object(exchange, "swap", self._swap))
+        for module in (loading, windows):
+            self._patches.enter_context(patch.object(module, "on_any", self._on_any))
         return self
 
     def __exit__(self, *_):
@@ -34,6 +37,10 @@ class _Counts:
             return call(group, *values)
 
         return counted
+
+    def _on_any(self, flag, *, group):
+        self.small += 1
+        return on_any(flag, group=group)
 
     def _swap(self, outgoing, incoming, *, group):
         self.rounds += 1
@@ -66,11 +73,12 @@ def test_messages_of_a_save_and_a_load(tmp_path):
     state["optimizer"] = torch.optim.SGD(net.parameters(), momentum=0.9)
     with _Counts() as load:
         ckpt.load(tmp_path / "a", state, group=world)
-    sent = [
-        sum(both) for both in zip(*world.all_gather_object((save.sent, load.sent)), strict=True)
-    ]
+    with _Counts() as apart, on_hosts("abcd"):
+        ckpt.load(tmp_path / "a", state, group=world)
+    counts = world.all_gather_object((save.sent, load.sent, apart.sent))
+    sent = [sum(each) for each in zip(*counts, strict=True)]
     # Of what is brought together, a writer holds 1 / size itself. Blocks hold rows of all columns.
     assert sent[0] == nbytes * (size - 1) / size
-    assert 0 < sent[1] <= 2 * nbytes * (size - 1) / size
-    assert (save.rounds, load.rounds) == (1, 1)
-    assert (save.small, load.small) == (1 + 13, 1 + 4)
+    assert sent[1] == 0 and 0 < sent[2] <= 2 * nbytes * (size - 1) / size
+    assert (save.rounds, load.rounds, apart.rounds) == (1, 1, 1)
+    assert (save.small, load.small, apart.small) == (1 + 13, 1 + 3, 1 + 2)
