@@ -190,7 +190,8 @@ class Reducer:
         return (None,)
 
     def _passed(self, gradient: Tensor) -> None:
-        if self._run is None and not torch.is_grad_enabled() and self._accumulates():
+        known = self._run is not None and self._run.task == torch._C._current_graph_task_id()
+        if not known and not torch.is_grad_enabled() and self._accumulates():
             self.begin()
 
     def _accumulates(self) -> bool:
