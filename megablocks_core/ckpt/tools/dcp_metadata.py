@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
+from reprlib import repr as short
 from typing import Any, NoReturn
 
 import torch
 
 from megablocks_core.ckpt.boxes import as_array, tile
-from megablocks_core.ckpt.manifest import CheckpointError
+from megablocks_core.ckpt.manifest import MOST_DIMS, CheckpointError
 from megablocks_core.ckpt.tools.checkpoint import Held
 from megablocks_core.ckpt.tools.safe_pickle import Record, load_pickle
 from megablocks_core.files.safetensors import DTYPE_CODES
@@ -149,26 +150,26 @@ class _Reader:
     def mapping(self, body: Record, name: str) -> dict[Any, Any]:
         value = getattr(body, name, None)
         if not isinstance(value, dict):
-            self.refuse(f"{name} is {value!r}")
+            self.refuse(f"{name} is {short(value)}")
         return value
 
     def numbers(self, value: Any, what: str) -> tuple[int, ...]:
         if not isinstance(value, tuple | list) or not all(
             type(one) is int and 0 <= one < 2**63 for one in value
         ):
-            self.refuse(f"{what} is {value!r}")
+            self.refuse(f"{what} is {short(value)}")
         return tuple(value)
 
     def index(self, index: Any) -> tuple[str, tuple[int, ...] | None]:
         key, offset = getattr(index, "fqn", None), getattr(index, "offset", None)
         if not isinstance(key, str):
-            self.refuse(f"a place is of {key!r}")
+            self.refuse(f"a place is of {short(key)}")
         return key, None if offset is None else self.numbers(offset, f"an offset of {key!r}")
 
     def place(self, key: str, place: Any) -> Stretch:
         file = getattr(place, "relative_path", None)
         if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
-            self.refuse(f"{key!r} lies in {file!r}, which is no name of a file in its folder")
+            self.refuse(f"{key!r} lies in {short(file)}, which is no name of a file in its folder")
         if getattr(place, "transform_descriptors", None):
             self.refuse(f"{key!r} is compressed or encrypted, which this library does not read")
         ends = (getattr(place, "offset", None), getattr(place, "length", None))
@@ -186,14 +187,14 @@ class _Reader:
 
     def tensor(self, key: str, one: Any) -> Held:
         if not isinstance(one, Tensors):
-            self.refuse(f"{key!r} is {one!r}")
+            self.refuse(f"{key!r} is {short(one)}")
         state = getattr(getattr(one, "properties", None), "state", None)
         dtype = state[0] if isinstance(state, tuple) and state else None
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_CODES:
-            self.refuse(f"{key!r} has the dtype {dtype!r}")
+            self.refuse(f"{key!r} has the dtype {short(dtype)}")
         shape = self.numbers(getattr(one, "size", None), f"the shape of {key!r}")
-        if prod(shape) >= 2**63:
-            self.refuse(f"{key!r} has the shape {shape}")
+        if len(shape) > MOST_DIMS or prod(filter(None, shape)) >= 2**60:
+            self.refuse(f"{key!r} has the shape {short(shape)}")
         return Held(dtype, shape)
 
     def chunks(
@@ -205,7 +206,7 @@ class _Reader:
     ) -> list[tuple[Box, Stretch]]:
         chunks = getattr(one, "chunks", None)
         if not isinstance(chunks, list):
-            self.refuse(f"the chunks of {key!r} are {chunks!r}")
+            self.refuse(f"the chunks of {key!r} are {short(chunks)}")
         found: list[tuple[Box, Stretch]] = []
         for chunk in chunks:
             start = self.numbers(getattr(chunk, "offsets", None), f"an offset of {key!r}")
@@ -220,17 +221,23 @@ class _Reader:
         inner = all(
             part.stop <= length for box in boxes for part, length in zip(box, shape, strict=True)
         )
-        if not inner or (prod(shape) and not tile(as_array(boxes, len(shape)), shape)):
+        if not inner or (prod(shape) and not self._tile(key, boxes, shape)):
             self.refuse(f"the chunks of {key!r} do not hold each element of {shape} once")
         return found
+
+    def _tile(self, key: str, boxes: list[Box], shape: tuple[int, ...]) -> bool:
+        try:
+            return tile(as_array(boxes, len(shape)), shape)
+        except ValueError as error:
+            self.refuse(f"the chunks of {key!r}: {error}")
 
     def paths(self, paths: dict[Any, Any], held: dict[Any, Any]) -> dict[str, Any]:
         found = {}
         for key in held:
             path = paths.get(key, (key,))
             if not isinstance(path, tuple) or not path or not isinstance(path[0], str):
-                self.refuse(f"the path of {key!r} is {path!r}")
+                self.refuse(f"the path of {key!r} is {short(path)}")
             if not all(type(part) in (str, int) for part in path):
-                self.refuse(f"the path of {key!r} is {path!r}")
+                self.refuse(f"the path of {key!r} is {short(path)}")
             found[key] = path
         return found

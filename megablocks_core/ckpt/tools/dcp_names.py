@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megablocks_core.ckpt.file_names import FILE_NAME
+from megablocks_core.ckpt.file_names import FILE_NAME, NUMBERED
 from megablocks_core.ckpt.json_values import check_json
 from megablocks_core.ckpt.optimizers import group_tensor
 from megablocks_core.ckpt.tools.checkpoint import Held
@@ -44,10 +44,10 @@ class DcpCheckpoint:
         self.state: dict[str, dict[str, Any]] = {}
         entries = _by_entry(folder)
         for entry, keys in entries.items():
-            if not FILE_NAME.fullmatch(entry):
+            if not FILE_NAME.fullmatch(entry) or NUMBERED.fullmatch(entry):
                 raise ValueError(
                     f"{folder} has the entry {entry!r}, which must be letters, digits, '_', '.' "
-                    "and '-'"
+                    "and '-', and not end as the files of a rank are numbered"
                 )
             if not _is_optimizer(keys, folder):
                 self.state[entry] = self._plain(entry, keys)

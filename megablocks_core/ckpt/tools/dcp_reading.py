@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zlib
+from collections.abc import Collection
 from contextlib import closing
 from math import prod
 from typing import Any
@@ -17,13 +18,16 @@ from megablocks_core.ckpt.places import Place, Source
 from megablocks_core.ckpt.tools.checkpoint import SLAB_BYTES
 from megablocks_core.ckpt.tools.dcp_metadata import Stretch, parse_metadata
 from megablocks_core.ckpt.tools.runs import runs
-from megablocks_core.ckpt.tools.torch_zip import SavedTensor, find_tensor
+from megablocks_core.ckpt.tools.torch_zip import SavedTensor, check_object, find_tensor
 from megablocks_core.groups import as_bytes
 from megablocks_core.groups.cuts import Box
 
 METADATA = ".metadata"
 # An object that is no tensor: a number, a list of names.
 LONGEST_OBJECT = 64 * 2**20
+# Of 100,000 tensors on 1,000 ranks it is some hundred megabytes.
+LONGEST_METADATA = 2**32
+_DEEPEST = 200
 
 
 class DcpFolder:
@@ -39,6 +43,9 @@ class DcpFolder:
 
     def __init__(self, place: Place) -> None:
         self._place = place
+        size = place.size(METADATA)
+        if size is not None and size > LONGEST_METADATA:
+            raise CheckpointError(f"{place.child(METADATA)} has {size} bytes, too many to be read")
         data = place.read(METADATA)
         if data is None:
             raise CheckpointError(f"{place} has no {METADATA}: it is not a finished DCP checkpoint")
@@ -108,11 +115,14 @@ class DcpFolder:
         memory = bytearray(place.length)
         with closing(self._open(place.file)) as source:
             self._fill(source, memoryview(memory), place.offset, what)
+        check_object(memory, what)
         try:
-            return torch.load(io.BytesIO(memory), weights_only=True, map_location="cpu")
+            value = torch.load(io.BytesIO(memory), weights_only=True, map_location="cpu")
         except Exception as error:  # a damaged pickle raises anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError(f"{what} is not read: {reason[:200]}") from error
+        _check_tree(value, place.length, what)
+        return value
 
     def _name(self, key: str, place: Stretch) -> str:
         return f"{key!r} in {self._place.child(place.file)}"
@@ -162,3 +172,20 @@ class DcpFolder:
             crc = zlib.crc32(part, crc)
         if saved.crc is not None and crc != saved.crc:
             raise CheckpointError(f"{what} is damaged: its CRC-32 is not the one written")
+
+
+def _check_tree(value: Any, most: int, what: str) -> None:
+    """Check that nested dicts, lists and tuples hold at most so many values, and end somewhere.
+
+    A few bytes that name one list twice, which names another twice, and so on, hold billions.
+    """
+    count, waiting = 0, [(value, 0)]
+    while waiting:
+        one, depth = waiting.pop()
+        inner = one.values() if isinstance(one, dict) else one
+        if isinstance(inner, str) or not isinstance(inner, Collection):
+            continue
+        count += len(inner)
+        if count > most or depth > _DEEPEST:
+            raise CheckpointError(f"{what} holds more values, or deeper ones, than its bytes can")
+        waiting += [(item, depth + 1) for item in inner]

@@ -169,7 +169,10 @@ def _optimizer(entry: str, value: dict[str, Any], held: dict[str, Tensor]) -> di
     for key, tensor in held.items():
         owner, _, field = key.rpartition("/")
         if owner.startswith("param_groups.") and "/" not in owner:
-            groups[int(owner.partition(".")[2])][field] = tensor
+            number = owner.partition(".")[2]
+            if not number.isdecimal() or int(number) >= len(groups):
+                raise ValueError(f"{entry}/{key} is of no parameter group of {len(groups)}")
+            groups[int(number)][field] = tensor
             continue
         parameter = _parameter(owner)
         if owners.setdefault(parameter, owner) != owner:

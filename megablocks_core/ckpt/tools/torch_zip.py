@@ -11,6 +11,7 @@ import struct
 import zipfile
 import zlib
 from math import prod
+from reprlib import repr as short
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +114,22 @@ def find_tensor(source: Source, offset: int, length: int, what: str) -> SavedTen
         raise CheckpointError(f"{what} is damaged: {error}") from error
 
 
+def check_object(data: bytes | bytearray, what: str) -> None:
+    """Check, before ``torch.load`` has it, that an object in an archive unpacks to no more.
+
+    Raises:
+        CheckpointError: It is no archive, or what is in it is compressed.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{what} is damaged: {error}") from error
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
+            raise CheckpointError(f"{what} is compressed, which torch.save never does")
+
+
 def _tensor(
     source: Source, archive: zipfile.ZipFile, offset: int, length: int, what: str
 ) -> SavedTensor:
@@ -173,7 +190,7 @@ class _Parts:
     def __init__(self, storage: Any, first: Any, shape: Any, strides: Any, *rest: Any) -> None:
         numbers = (first, *shape, *strides)
         if not all(type(one) is int and 0 <= one < 2**63 for one in numbers):
-            raise ValueError(f"a tensor has the sizes {numbers}")
+            raise ValueError(f"a tensor has the sizes {short(numbers)}")
         self.first, self.shape, self.strides = first, tuple(shape), tuple(strides)
         self._storage, self._rest = storage, rest
 
@@ -185,7 +202,7 @@ class _Parts:
         dtype = kind if isinstance(kind, torch.dtype) else self._rest[2:3]
         dtype = dtype[0] if isinstance(dtype, tuple) and dtype else dtype
         if not isinstance(dtype, torch.dtype) or not isinstance(key, str):
-            raise ValueError(f"a tensor has the dtype {dtype!r} and the storage {key!r}")
+            raise ValueError(f"a tensor has the dtype {short(dtype)}, the storage {short(key)}")
         return key, dtype
 
 
@@ -193,24 +210,30 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
+def _hooks(*_: Any) -> None:
+    """Stands for the hooks of a tensor, of which a saved one has none."""
+
+
 _NAMES = {
     ("torch._utils", "_rebuild_tensor_v2"): _Parts,
     ("torch._utils", "_rebuild_tensor_v3"): _Parts,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch.storage", "UntypedStorage"): None,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _hooks,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
 }
 
 
 def _check_inside(parts: _Parts, dtype: torch.dtype, nbytes: int, what: str) -> None:
-    """Every element lies in the storage."""
-    last = parts.first
+    """Every element lies in the storage, and none is there twice: a byte makes no terabyte."""
     if len(parts.shape) != len(parts.strides):
-        raise CheckpointError(f"{what} has the shape {parts.shape}, strides {parts.strides}")
-    if 0 not in parts.shape:
-        last += sum(
-            (size - 1) * step for size, step in zip(parts.shape, parts.strides, strict=True)
+        raise CheckpointError(
+            f"{what} has the shape {short(parts.shape)}, strides {short(parts.strides)}"
         )
-        if (last + 1) * dtype.itemsize > nbytes:
-            raise CheckpointError(f"{what} is longer than its storage of {nbytes} bytes")
+    if 0 in parts.shape:
+        return
+    sizes = zip(parts.shape, parts.strides, strict=True)
+    last = parts.first + sum((size - 1) * step for size, step in sizes)
+    longest = max(last + 1, prod(parts.shape)) * dtype.itemsize
+    if longest > nbytes or nbytes % dtype.itemsize:
+        raise CheckpointError(f"{what} is longer than its storage of {nbytes} bytes")

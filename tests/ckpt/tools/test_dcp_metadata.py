@@ -83,6 +83,21 @@ def place(name="a.distcp", offset=0, length=9, key="w", transforms=None):
 
 
 WHOLE = tensor(((0, 0), (4, 3)))
+# What a few bytes can hold: 2**60 values, and boxes with 2**30 corners each.
+NESTED = ("a", "b")
+for _ in range(60):
+    NESTED = (NESTED, NESTED)
+MANY = tensor(
+    *[
+        ((0,) * dim + (1,) + (0,) * (29 - dim), (1,) * dim + (1,) + (2,) * (29 - dim))
+        for dim in range(30)
+    ]
+    * 37,
+    shape=(2,) * 30,
+)
+MANY_PLACES = {
+    MetadataIndex("w", tuple(chunk.offsets)): _StorageInfo("a", 0, 9) for chunk in MANY.chunks
+}
 
 
 @pytest.mark.parametrize(
@@ -101,6 +116,15 @@ WHOLE = tensor(((0, 0), (4, 3)))
         ({"state_dict_metadata": {"w": tensor(((2, 0), (4, 3)))}}, "each element"),
         ({"state_dict_metadata": {"w": tensor(((0,), (12,)))}}, "a chunk of 'w'"),
         ({"state_dict_metadata": {"w": tensor(((0, 0), (4, -3)))}}, "a size of 'w'"),
+        ({"state_dict_metadata": {"w": tensor(shape=(0, 2**40, 2**40))}}, "has the shape"),
+        ({"state_dict_metadata": {"w": tensor(shape=(1,) * 65)}}, "has the shape"),
+        (
+            {"state_dict_metadata": {"w": MANY}, "storage_data": MANY_PLACES},
+            "too many dimensions to be compared",
+        ),
+        ({"state_dict_metadata": {"w": NESTED}}, r"'w' is .*\.\.\."),
+        ({"state_dict_metadata": NESTED}, r"state_dict_metadata is .*\.\.\."),
+        ({"planner_data": {"w": NESTED}}, r"the path of 'w' is .*\.\.\."),
         ({"storage_data": place("../a")}, "'../a', which is no name"),
         ({"storage_data": place("")}, "which is no name"),
         ({"storage_data": place(offset=-1)}, "the place of 'w'"),

@@ -103,6 +103,7 @@ def test_values_that_look_like_an_optimizer_are_json(tmp_path):
     ("values", "message"),
     [
         ({"a b": {"w": torch.ones(1)}}, "entry 'a b', which must be letters"),
+        ({"o.00000": {"w": torch.ones(1)}}, "'o.00000', .* as the files of a rank"),
         ({"m": {"w": torch.ones(1), "n": 3}}, "'m.n' is no tensor, but stands among the tensors"),
         ({"s": {1, 2}, "x": torch.ones(1)}, "'s' of type set must be"),
         (

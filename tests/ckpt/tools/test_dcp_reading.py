@@ -149,6 +149,27 @@ def test_exploits_in_objects_and_in_tensors_do_nothing(tmp_path):
     assert not ran.exists()
 
 
+@pytest.mark.parametrize(("times", "wraps"), [(60, 0), (0, 300)])
+def test_objects_that_hold_more_than_their_bytes_are_refused(tmp_path, times, wraps):
+    value = ["a"]
+    for _ in range(times):
+        value = [value, value]
+    for _ in range(wraps):
+        value = [value]
+    quiet_save({"n": (value, 3), "x": torch.ones(3)}, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="'n.*' in .* holds more values, or deeper ones"):
+        folder = DcpFolder(place_of(tmp_path / "c"))
+        [folder.object(key) for key in folder.index.objects]
+
+
+def test_metadata_that_is_too_long_is_not_read(tmp_path):
+    quiet_save({"x": torch.ones(3)}, tmp_path / "c")
+    with open(tmp_path / "c" / ".metadata", "r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(CheckpointError, match="has 1099511627776 bytes, too many"):
+        DcpFolder(place_of(tmp_path / "c"))
+
+
 def test_long_objects_are_refused(tmp_path, monkeypatch):
     quiet_save({"n": "text" * 1000, "x": torch.ones(3)}, tmp_path / "c")
     monkeypatch.setattr(dcp_reading, "LONGEST_OBJECT", 3000)

@@ -10,6 +10,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megablocks_core import ckpt
+from megablocks_core.ckpt.local_place import LocalPlace
+from megablocks_core.ckpt.manifest_reading import read_manifest
 from megablocks_core.ckpt.tools import checkpoint
 from megablocks_core.ckpt.tools.dcp_writing import write_dcp
 from megablocks_core.ckpt.tools.opening import open_checkpoint
@@ -125,6 +127,19 @@ def test_two_parameters_of_one_name_are_refused(tmp_path):
     with pytest.raises(ValueError, match="state of 'b/weight' and 'a/weight', which"):
         write(tmp_path / "ours", tmp_path / "dcp")
     assert not (tmp_path / "dcp").exists()
+
+
+@pytest.mark.parametrize("number", ["1", "-1", "x"])
+def test_a_tensor_of_no_group_is_refused(tmp_path, number):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), capturable=True)
+    ckpt.save(tmp_path / "ours", {"model": model, "optimizer": optimizer})
+    manifest = read_manifest(LocalPlace(tmp_path / "ours"))
+    lr = manifest.tensors.pop("optimizer/param_groups.0/lr")
+    manifest.tensors[f"optimizer/param_groups.{number}/lr"] = lr
+    (tmp_path / "ours" / "manifest.json").write_text(manifest.text())
+    with pytest.raises(ValueError, match=f"param_groups.{number}/lr is of no parameter group"):
+        write(tmp_path / "ours", tmp_path / "dcp")
 
 
 def test_a_failure_leaves_nothing_and_raises_its_cause(tmp_path):

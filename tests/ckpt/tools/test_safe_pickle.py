@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import tracemalloc
 from pathlib import PosixPath
 
 import pytest
@@ -69,3 +70,64 @@ def test_damage_and_storages_are_refused():
     with pytest.raises(CheckpointError, match="names a storage"):
         load_pickle(b"\x80\x02K\x01Q.", "file", {})
     assert load_pickle(b"\x80\x02K\x01Q.", "file", {}, load_storage=lambda pid: pid + 1) == 2
+
+
+def _nested(times):
+    """A few bytes that hold 2**times values."""
+    value = ("a",)
+    for _ in range(times):
+        value = (value, value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x80\x02\x82\x01.", "operation EXT1"),
+        (b"(cos\nsystem\no.", "names os.system"),
+        (b"(S'x'\nios\nsystem\n.", "operation STRING"),
+        (b"\x80\x02}" + pickle.dumps(_nested(40), 2)[2:-1] + b"Ns.", "a key is of tuple"),
+        (b"\x80\x04\x8f(Nu.", "operation EMPTY_SET"),
+        (b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b"x.", "expected 1099511627776 bytes"),
+        (b"\x80\x02K\x01K\x02a.", "appends to what is no list"),
+        (b"\x80\x02]K\x02K\x01s.", "sets an item of what is no dict"),
+        (b"\x80\x02K\x01)R.", "calls what is no function"),
+        (b"\x80\x02ctorch\nSize\n)\x81.", "makes an object of what is no class"),
+        (b"\x80\x02ctorch\nSize\n}b.", "gives a state to what has none"),
+        (b"\x80\x02K\x01(\x86.", "takes more than there is"),
+        (b"\x80\x02K\x01K\x02\x93.", "a name is no text"),
+        (b"\x80\x02h\x07.", "is not read"),
+    ],
+)
+def test_what_is_not_needed_is_not_done(data, message):
+    with pytest.raises(CheckpointError, match=message):
+        load_pickle(data, "file", {("torch", "Size"): tuple})
+
+
+def test_a_place_far_away_takes_no_memory():
+    tracemalloc.start()
+    assert load_pickle(b"\x80\x02]r\xff\xff\xff\xff.", "file", {}) == []
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10**6
+
+
+def test_depth_and_sharing_cost_nothing():
+    load_pickle(b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".", "file", {})
+    load_pickle(pickle.dumps(_nested(60)), "file", {})
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_plain_values_are_as_pickle_reads_them(protocol):
+    value = [{"a": (), "b": [1, -5, 300, 2**40, 0.5, None, True, False]}, ("x" * 300, (1, 2, 3, 4))]
+    value.append(value[0])
+    found = load_pickle(pickle.dumps(value, protocol), "file", {})
+    assert found == value and found[0] is found[2]
+
+
+def test_a_state_is_no_code():
+    data = pickle.dumps(Record())[:-1] + b"}\x8c\x0c__setstate__NsN"
+    names = {(Record.__module__, "Record"): Record}
+    record = load_pickle(data[:-1] + b"b.", "file", names)
+    assert record.__dict__ == {"__setstate__": None}
+    load_pickle(data[:-1] + b"b}b.", "file", names)

@@ -1,13 +1,14 @@
 """Tensors that ``torch.save`` wrote are found in a file without reading their values."""
 
 import io
+import zipfile
 
 import pytest
 import torch
 from torch import nn
 
 from megablocks_core.ckpt.manifest import CheckpointError
-from megablocks_core.ckpt.tools.torch_zip import SavedTensor, Window, find_tensor
+from megablocks_core.ckpt.tools.torch_zip import SavedTensor, Window, check_object, find_tensor
 from megablocks_core.files.safetensors import DTYPE_CODES
 
 
@@ -83,6 +84,28 @@ def test_no_damage_is_taken_for_a_tensor():
     assert short != whole
     with pytest.raises(CheckpointError, match="longer than its storage"):
         found(short)
+
+
+def test_a_storage_is_not_read_as_more_than_it_is():
+    for value in (torch.ones(1).expand(2**30), torch.ones(5).as_strided((3, 3), (1, 1))):
+        with pytest.raises(CheckpointError, match="longer than its storage"):
+            found(saved(value))
+    odd = saved(torch.arange(6, dtype=torch.int8)[:1]).replace(b"CharStorage", b"LongStorage")
+    with pytest.raises(CheckpointError, match="longer than its storage of 6 bytes"):
+        found(odd)
+
+
+def test_an_object_that_unpacks_to_more_is_refused():
+    check_object(saved([1, {"a": 2}]), "it")
+    with pytest.raises(CheckpointError, match="it is damaged"):
+        check_object(b"\x80\x02]q\x00.", "it")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + b"N0" * 2**20 + b"N.")
+        archive.writestr("archive/version", b"3\n")
+    assert len(packed.getvalue()) < 10_000
+    with pytest.raises(CheckpointError, match="it is compressed"):
+        check_object(packed.getvalue(), "it")
 
 
 def test_a_window_is_a_file():
