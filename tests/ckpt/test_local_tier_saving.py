@@ -1,5 +1,6 @@
 """A save on the hosts is there on all of them, or the one before it is."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -52,6 +53,11 @@ def test_the_last_saves_stay_as_many_as_asked_for(tmp_path):
         world.barrier()
         steps = {path.name.partition(".")[0] for path in hosts.parts("a")}
         assert steps == {f"step-{step}" for step in (6, 7)[2 - keep_last :]}
+    left = hosts.parts("a")[0]
+    hosts.alone(lambda: left.rename(left.with_name(f".{left.name}.0123abcd.partial")))
+    hosts.tier().save(8, state_of(world, 8))  # deletes what killed saves left
+    world.barrier()
+    assert all(name.startswith("step-") for name in os.listdir(tmp_path / "a"))
 
 
 @ranks(3)
