@@ -35,6 +35,10 @@ from megablocks_core.parallel.lora_files import load_lora as load_lora
 from megablocks_core.parallel.lora_files import save_lora as save_lora
 from megablocks_core.parallel.lora_merge import merge_lora as merge_lora
 from megablocks_core.parallel.lora_merge import unmerge_lora as unmerge_lora
+from megablocks_core.parallel.loss_scaler import LossScaler as LossScaler
+from megablocks_core.parallel.moving_average import MovingAverage as MovingAverage
+from megablocks_core.parallel.muon import Muon as Muon
+from megablocks_core.parallel.newton_schulz import NewtonSchulz as NewtonSchulz
 from megablocks_core.parallel.offload import Offloaded as Offloaded
 from megablocks_core.parallel.offload import offload as offload
 from megablocks_core.parallel.optimizer_pieces import StochasticRounding as StochasticRounding

@@ -168,6 +168,11 @@ def _leave_world() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # Its caches hold meshes of groups that are gone, and give them to tensors on equal ones.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _seed() -> None:

@@ -4,7 +4,13 @@ import sys
 import textwrap
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from megablocks_core.testing import ranks
 from megablocks_core.testing.worker import find
 
 SOURCE = """
@@ -46,3 +52,14 @@ def test_a_file_that_cannot_be_imported_leaves_nothing_behind(tmp_path):
     with pytest.raises(KeyError, match="here"):
         find(str(broken), "test_broken", "test_values")
     assert "test_broken" not in sys.modules
+
+
+@ranks(2)
+@pytest.mark.parametrize("num_other_groups", [3, 0])
+def test_a_dtensor_has_no_mesh_of_an_earlier_test(num_other_groups):
+    for _ in range(num_other_groups):
+        dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2, 1))  # equal to that of the test before
+    parameter = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0), Replicate()]))
+    assert isinstance(parameter, DTensor)
+    assert parameter.device_mesh.get_group(1).size() == 1
