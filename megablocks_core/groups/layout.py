@@ -58,9 +58,10 @@ class Layout:
         Raises:
             ValueError: No axis, an axis that the layout lacks, or one named twice.
         """
-        if not axes or len(set(axes)) < len(axes):
+        places = {self._index(axis) for axis in axes}
+        if not axes or len(places) < len(axes):
             raise ValueError(f"axes={axes} must name one axis or several different ones")
-        return tuple(sorted(axes, key=self._index))
+        return tuple(self.axes[place] for place in sorted(places))
 
     def _steps(self, axes: Sequence[str]) -> list[int]:
         """Ranks reached from rank 0 along ``axes``, ascending."""

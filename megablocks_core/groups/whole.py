@@ -67,7 +67,11 @@ def gather_whole(module: nn.Module) -> dict[str, Tensor]:
     rank of every group must call it. It sends each cut tensor once for each cut; tensors
     that are not cut are returned as they are (detached, not copied), and tied names share
     one tensor.
+
+    Raises:
+        ValueError: ``module`` is none.
     """
+    _check_module(module)
     gathered: dict[int, Tensor] = {}
     whole: dict[str, Tensor] = {}
     for name, tensor, specs in logical_tensors(module):
@@ -93,9 +97,10 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Any], *, strict: bool = 
             is given under the separate names, or whole under its own.
 
     Raises:
-        ValueError: Names are missing or left over, a shape differs, or floating-point, complex
-            and whole numbers stand in for each other; nothing was changed.
+        ValueError: ``module`` is none, names are missing or left over, a shape differs, or
+            floating-point, complex and whole numbers stand in for each other; nothing was changed.
     """
+    _check_module(module)
     wanted = list(logical_tensors(module))
     given = stacked(tensors, wanted)
     if strict:
@@ -115,6 +120,11 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Any], *, strict: bool = 
         if name in given and id(tensor) not in filled:
             filled.add(id(tensor))
             load_slices(tensor, specs, given[name])
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module={module!r} must be a torch.nn.Module")
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ Dimensions: T tokens, F features. A lowercase letter is this rank's share of the
 """
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -59,12 +60,19 @@ class DropoutKey:
             positions: Each token's place in its sample; integers [T] or [... T].
 
         Raises:
-            ValueError: They are no tensors of integers: rounded, tokens would share their masks.
+            ValueError: They do not broadcast, or are no tensors of integers: rounded, tokens
+                would share their masks.
         """
         check_tensors(sample_ids=sample_ids, positions=positions)
         for name, numbers in (("sample_ids", sample_ids), ("positions", positions)):
             if not _is_integer(numbers):
                 raise ValueError(f"{name} of {numbers.dtype} must be integers")
+        sizes = zip(reversed(sample_ids.shape), reversed(positions.shape), strict=False)
+        if not all(a == b or a == 1 or b == 1 for a, b in sizes):
+            raise ValueError(
+                f"sample_ids of shape {list(sample_ids.shape)} must broadcast with positions of "
+                f"shape {list(positions.shape)}"
+            )
         device = positions.device
         step = bits_of(as_word(self.seed, device), as_word(self.step, device))
         return bits_of(bits_of(step, sample_ids.long()), positions.long())
@@ -159,8 +167,8 @@ class Dropout(nn.Module):
 
 def check_probability(p: float, name: str) -> None:
     """Raise a ``ValueError`` that names ``p`` if it is no probability."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"{name}={p} must lie between 0 and 1")
+    if not (isinstance(p, Real) and 0 <= p <= 1):
+        raise ValueError(f"{name}={p!r} must lie between 0 and 1")
 
 
 def _is_integer(number: int | Tensor) -> bool:

@@ -64,10 +64,15 @@ def recompute(
             that have a gradient (are contiguous, and no parameters), and backward gathers them.
 
     Raises:
-        ValueError: ``keep`` names no operation, or ``cut_over`` is set in compiled code.
+        ValueError: ``function`` or ``into`` cannot be called, ``keep`` names no operation, or
+            ``cut_over`` is set in compiled code.
         RuntimeError: In backward: the second run took another path, or an argument, a kept
             result or a choice was changed in place.
     """
+    if not callable(function):
+        raise ValueError(f"function={function!r} must be callable")
+    if not (into is None or callable(into)):
+        raise ValueError(f"into={into!r} must be callable, or None")
     chosen = checked_kept(keep)
     if not torch.is_grad_enabled():
         output = function(*args)

@@ -151,11 +151,13 @@ class DelayedGroup(dist.ProcessGroup):
         """Post ``message(private outputs, *inputs)`` and poison the outputs until it is waited."""
         fresh = torch.clone if in_place else torch.empty_like
         places = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(outputs)}
-        with torch.no_grad():
+        # What the message writes is no inference tensor: gloo's thread is in no inference mode.
+        with torch.inference_mode(False), torch.no_grad():
             # An input that lies in the output (this rank's part of a gather) is not overwritten
             # early: the message itself writes there.
             inputs = pytree.tree_map(lambda x: _apart(x, places), inputs)
             arrived = pytree.tree_map(lambda x: fresh(x.detach()), outputs)
+        with torch.no_grad():
             pytree.tree_map(_poison, outputs)
         options = () if opts is None else (opts,)
         started: Future[Any] = Future()

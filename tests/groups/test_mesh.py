@@ -86,6 +86,8 @@ def test_f_004_an_axis_that_nobody_declared_is_named_with_those_declared():
     for ask in (mesh.group, mesh.ranks, mesh.size):
         with pytest.raises(ValueError, match="axis='ep' must be one of tp, cp, dp, pp"):
             ask("ep")
+        with pytest.raises(ValueError, match=r"axis=\['tp'\] must be one of tp, cp, dp, pp"):
+            ask(["tp"])
     with pytest.raises(ValueError, match="axis='tp' must be one of etp, ep, edp, pp"):
         mesh.expert.group("tp")
 

@@ -89,6 +89,12 @@ def test_load_whole_reads_only_this_ranks_slices(tmp_path):
         assert torch.equal(tensor, whole[name]), name
 
 
+def test_what_is_no_module_is_refused():
+    for call in (gather_whole, lambda module: load_whole(module, {})):
+        with pytest.raises(ValueError, match="module='a' must be a torch.nn.Module"):
+            call("a")
+
+
 @ranks(2)
 def test_load_whole_changes_nothing_when_it_raises():
     group = Group.of(dist.group.WORLD)

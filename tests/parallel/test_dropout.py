@@ -196,9 +196,9 @@ def test_at_zero_nothing_and_at_one_everything_is_dropped():
     assert not nearly.any()
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
+@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan"), "0.1", None])
 def test_what_is_no_probability_raises(p):
-    with pytest.raises(ValueError, match=f"p={p} must lie between 0 and 1"):
+    with pytest.raises(ValueError, match=f"p={p!r} must lie between 0 and 1"):
         dropout(torch.ones(4, 8, 2), p, stream="layer", index=_index())
 
 
@@ -226,6 +226,11 @@ def test_numbers_that_would_be_rounded_raise():
         DropoutKey(1, 1).index(ids / 4, positions)
     with pytest.raises(ValueError, match="positions of torch.float32 must be integers"):
         DropoutKey(1, 1).index(ids, positions.float())
+
+
+def test_ids_that_do_not_broadcast_with_positions_raise():
+    with pytest.raises(ValueError, match=r"sample_ids of shape \[4\] must broadcast .* \[8\]"):
+        DropoutKey(1, 1).index(torch.arange(4), torch.arange(8))
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 2, 3], 3, None])

@@ -180,6 +180,13 @@ def test_an_unknown_operation_raises(keep):
         recompute(torch.exp, torch.ones(2, requires_grad=True), keep=keep)
 
 
+def test_what_cannot_be_called_raises():
+    with pytest.raises(ValueError, match="function=3 must be callable"):
+        recompute(3)  # type: ignore
+    with pytest.raises(ValueError, match="into=3 must be callable, or None"):
+        recompute(torch.exp, torch.ones(2), into=3)  # type: ignore
+
+
 def test_another_path_raises():
     lengths = iter([1, 2])
     y = recompute(lambda x: x.exp()[: next(lengths)].exp(), torch.ones(2, requires_grad=True))

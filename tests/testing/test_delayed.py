@@ -62,6 +62,18 @@ def test_plain_collectives_and_words_have_the_right_results():
 
 
 @ranks(2, backend="delayed")
+def test_messages_in_inference_mode_have_the_right_results():
+    with torch.inference_mode():
+        own, gathered = torch.full((2,), 1.0 + dist.get_rank()), torch.empty(4)
+        work = dist.all_gather_into_tensor(gathered, own, async_op=True)
+        assert gathered.isnan().all()
+        work.wait()
+        dist.all_reduce(own)
+    assert gathered.tolist() == [1, 1, 2, 2] and own.tolist() == [3, 3]
+    assert gathered.is_inference() and own.is_inference()
+
+
+@ranks(2, backend="delayed")
 def test_an_input_that_is_overwritten_too_early_is_sent_as_it_is_then():
     x = torch.ones(2)
     whole = torch.empty(4)
