@@ -20,6 +20,7 @@ from torch import Tensor
 from megablocks_core.groups.cuts import Box, ShardSpec, own_slices, whole_shape
 from megablocks_core.groups.group import Group
 from megablocks_core.groups.outcome import together
+from megablocks_core.groups.placements import local, placement_specs
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -78,8 +79,8 @@ class Collection:
     """Plan, agreed between all ranks, to bring whole tensors to the first rank of ``group``.
 
     Args:
-        held: This rank's shares. A tensor need not be held on every rank, but the shares of
-            all ranks together must make it whole.
+        held: This rank's shares; the placements of a DTensor cut inside its specs. A tensor need
+            not be held on every rank, but the shares of all ranks together must make it whole.
         group: All ranks that hold shares.
         task: What to call the work in an error, such as "save('runs/step-10')".
         raises: What ranks raise when another one fails.
@@ -89,8 +90,8 @@ class Collection:
             so that a file of them in this order is aligned.
 
     Raises:
-        ValueError: On every rank: a share is on meta or a DTensor, marks name ranks outside
-            ``group``, ranks disagree on a shape or dtype, or elements are held by no rank.
+        ValueError: On every rank: a share is on meta, its cuts name ranks outside ``group``,
+            ranks disagree on a shape or dtype, or elements are held by no rank.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class Collection:
     ) -> None:
         self._group, self._task, self._raises = group, task, raises
         with self._together():
+            held = [_without_placements(part) for part in held]
             shares = [_share(part, group) for part in held]
-            self._held = {part.name: part.tensor.detach() for part in held}
+            self._held = {part.name: part.tensor for part in held}
             self._boxes = {share.whole.name: share.boxes for share in shares}
         sources = _sources(group.all_gather_object(shares))
         self._plan = sorted(sources, key=lambda source: -source.whole.dtype.itemsize)
@@ -201,11 +203,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def _without_placements(part: Held) -> Held:
+    """A DTensor's local part, cut by its placements inside the marks."""
+    name, tensor, specs = part
+    return Held(name, local(tensor.detach()), (*specs, *placement_specs(tensor)))
+
+
 def _share(part: Held, group: Group) -> _Share:
     name, tensor, specs = part
-    if tensor.is_meta or hasattr(tensor, "full_tensor"):
-        kind = "on meta" if tensor.is_meta else "a DTensor"
-        raise ValueError(f"{name} is {kind}; it must be a plain tensor that holds its values")
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on meta; it must be a tensor that holds its values")
     for spec in specs:
         if spec.group.size > 1 and not set(spec.group.ranks) <= set(group.ranks):
             raise ValueError(

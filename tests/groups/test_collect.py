@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.fsdp import fully_shard
 
 from megablocks_core.groups import (
     LOCAL,
@@ -82,6 +83,21 @@ def test_cut_packed_and_replicated_tensors_arrive_whole():
     assert list(arrived) == [whole.name for whole in collection.wholes if group.rank == 0]
     for name in arrived:
         assert torch.equal(arrived[name], wholes[name]), name
+
+
+@ranks(4)
+def test_dtensors_are_cut_by_their_placements_inside_the_marks():
+    mesh = Mesh(tp=2, dp=2)
+    model, whole = torch.nn.Module(), torch.arange(42.0).view(14, 3)
+    spec = ShardSpec(0, mesh.group("tp"), (Segment(10), Segment(4)))
+    model.weight = torch.nn.Parameter(torch.cat([whole[part] for part in spec.ranges(14)]))
+    fully_shard(model, mesh=mesh.to_device_mesh()["dp"])  # 7 rows over two ranks: 4 and 3
+    world = mesh.group("tp", "dp")
+    held = [Held("w", model.weight, (spec,))]
+    arrived = {}
+    collection = Collection(held, group=world, task="test", raises=RuntimeError)
+    collection.visit(lambda name, found: arrived.setdefault(name, found.clone()))
+    assert world.rank or torch.equal(arrived["w"], whole)
 
 
 @ranks(2)
