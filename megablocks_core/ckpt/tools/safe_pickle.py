@@ -58,21 +58,20 @@ class _Machine:
 
     def run(self, data: bytes) -> Any:
         """The object that the pickle makes."""
+        actions = dict.fromkeys(_LITERALS, self._stack.append)
+        for name in dir(self):
+            if name.startswith("_op_"):
+                actions[name.removeprefix("_op_").upper()] = getattr(self, name)
         for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
-            if name in _LITERALS:
-                self._stack.append(argument)
+            if name in actions:
+                actions[name](argument)
             elif name in _NEW:
                 self._stack.append(_NEW[name]())
             elif name in _SHORT_TUPLES:
                 self._stack.append(tuple(self._take(_SHORT_TUPLES[name])))
-            elif name == "STOP":
-                break
-            else:
-                action = getattr(self, f"_op_{name.lower()}", None)
-                if action is None:
-                    raise ValueError(f"it has the operation {name}, which is not allowed")
-                action(argument)
+            elif name != "STOP":
+                raise ValueError(f"it has the operation {name}, which is not allowed")
         return self._stack.pop()
 
     def _op_proto(self, _: Any) -> None:
