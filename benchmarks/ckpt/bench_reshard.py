@@ -1,7 +1,8 @@
 """Loading on 4 ranks at tp 4 what was saved at tp 2 x dp 2, against torch's distributed checkpoint.
 
-Every block is verified; the peer verifies nothing. Files are those that the system still has in
-memory. Two cores serve all ranks, or as many as there are.
+Matrices are cut by rows, or by rows and by columns in turn, as layers in pairs are. Every block is
+verified; the peer verifies nothing. Files are those that the system still has in memory. Two cores
+serve all ranks, or as many as there are.
 """
 
 import tempfile
@@ -23,39 +24,45 @@ from megablocks_core.groups.whole import to_dtensor
 ROUNDS, TENSORS, SIDE = 5, 16, 2048
 
 
-def _model(tp: Group) -> Any:
-    """Matrices of one seed, cut by rows and by columns in turn, as layers in pairs are."""
+def _model(tp: Group, dims: tuple[int, ...]) -> Any:
+    """Matrices of one seed, cut along each of ``dims`` in turn."""
     model = nn.Module()
     for number in range(TENSORS):
         whole = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(number))
-        part = nn.Parameter(whole.chunk(tp.size, _dim(number))[tp.rank].clone())
+        dim = dims[number % len(dims)]
+        part = nn.Parameter(whole.chunk(tp.size, dim)[tp.rank].clone())
         model.register_parameter(f"w{number}", part)
-        mark(model, f"w{number}", ShardSpec(_dim(number), tp))
+        mark(model, f"w{number}", ShardSpec(dim, tp))
     return model
 
 
-def _dim(number: int) -> int:
-    return number % 2
-
-
-def _distributed(model: nn.Module, sizes: tuple[int, ...], tp: Group) -> dict[str, Any]:
+def _distributed(
+    model: nn.Module, dims: tuple[int, ...], sizes: tuple[int, ...], tp: Group
+) -> dict[str, Any]:
     """The same memory as DTensors."""
     mesh = init_device_mesh("cpu", sizes)
     return {
-        name: to_dtensor(part, (ShardSpec(_dim(number), tp),), mesh)
+        name: to_dtensor(part, (ShardSpec(dims[number % len(dims)], tp),), mesh)
         for number, (name, part) in enumerate(model.named_parameters())
     }
 
 
 def bench(group: Group) -> None:
-    """One peer."""
+    """One peer, two cuts."""
     pair, four = Mesh(tp=2).group("tp"), Mesh(tp=4).group("tp")
-    folders = [tempfile.mkdtemp() if group.rank == 0 else ""]
-    root = Path(group.broadcast_object(folders[0]))
-    saved, loaded, expected = _model(pair), _model(four), _model(four)
+    for cut, dims in (("rows", (0,)), ("rows and columns", (0, 1))):
+        with tempfile.TemporaryDirectory() as mine:
+            _case(Path(group.broadcast_object(mine)), cut, dims, pair, four, group)
+            group.barrier()
+
+
+def _case(
+    root: Path, cut: str, dims: tuple[int, ...], pair: Group, four: Group, group: Group
+) -> None:
+    saved, loaded, expected = _model(pair, dims), _model(four, dims), _model(four, dims)
     ckpt.save(root / "a", {"model": saved}, group=group)
-    dcp_save(_distributed(saved, (2, 2), pair), checkpoint_id=root / "b")
-    into = _distributed(loaded, (4,), four)
+    dcp_save(_distributed(saved, dims, (2, 2), pair), checkpoint_id=root / "b")
+    into = _distributed(loaded, dims, (4,), four)
 
     def ours() -> None:
         ckpt.load(root / "a", {"model": loaded}, group=group)
@@ -76,14 +83,19 @@ def bench(group: Group) -> None:
             times,
             benchmark="ckpt/reshard",
             peer="torch.distributed.checkpoint",
-            case={"mb": TENSORS * SIDE * SIDE * 4 >> 20, "from": "tp 2 x dp 2", "to": "tp 4"},
+            case={
+                "mb": TENSORS * SIDE * SIDE * 4 >> 20,
+                "from": "tp 2 x dp 2",
+                "to": "tp 4",
+                "cut": cut,
+            },
             limit=1 / 1.5,
             group=group,
         )
 
 
 def main() -> None:
-    """Print one JSON line."""
+    """Print one JSON line a case."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         on_ranks(bench, size=4)
