@@ -21,7 +21,7 @@ from megablocks_core.parallel.vocabulary import Columns
 # On CPU: logits of a chunk, and of a block that the cache holds. Products with more tokens, or
 # with more columns at a time, run no faster there.
 _CHUNK, _MOST_TOKENS = 1 << 25, 1024
-_BLOCK, _FEWEST_COLUMNS = 1 << 19, 512
+_BLOCK, _FEWEST_COLUMNS = 1 << 19, 2048
 # On other devices: logits of a chunk, all columns of it at once.
 _CHUNK_OF_DEVICE = 1 << 27
 
@@ -32,8 +32,12 @@ class Criterion(Protocol):
     def partial_(self, x_nb: Tensor, first: int) -> Tensor:
         """The numbers [k n] of columns ``first``, ``first + 1``, ... of the vocabulary.
 
-        The logits may become whatever ``differentiate_`` wants to find in their place.
+        The logits become what ``prepare_`` makes of them.
         """
+        ...
+
+    def prepare_(self, x_nb: Tensor, first: int, top_n: Tensor) -> None:
+        """Make of logits, whose numbers begin with ``top_n``, what ``differentiate_`` takes."""
         ...
 
     def merge(self, parts_Pkn: Tensor) -> Tensor:
@@ -57,16 +61,29 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def chunk_length(head: Head, columns: Columns, wide: torch.dtype, *, others: int = 0) -> int:
+def keeps_logits(hidden: Tensor) -> bool:
+    """Whether a chunk's logits are held until their gradient is computed.
+
+    Where a CPU multiplies 16-bit factors, computing them again takes less time, and no memory.
+    """
+    return hidden.device.type != "cpu" or not stays_narrow(hidden)
+
+
+def chunk_length(
+    head: Head, columns: Columns, wide: torch.dtype, *, kept: bool, others: int = 0
+) -> int:
     """How many tokens to work on at a time.
 
-    Less where other things beside the logits take memory: slopes of bounded ones, the wide sum
-    of a narrow weight's gradient, and those ``others`` that the caller knows of.
+    Less where their logits are kept and other things beside them take memory: slopes of bounded
+    ones, the wide sum of a narrow weight's gradient, and those ``others`` that the caller knows
+    of.
     """
     things = 1 + others + (head.soft_cap is not None)
     size = max(columns.widest * things, 1)
     if head.weight.device.type != "cpu":
         return max(1, _CHUNK_OF_DEVICE // size)
+    if not kept:
+        return _MOST_TOKENS
     room = _CHUNK if head.weight.dtype == wide else _CHUNK - _CHUNK // 4
     return min(_MOST_TOKENS, max(1, room // size))
 
@@ -74,7 +91,8 @@ def chunk_length(head: Head, columns: Columns, wide: torch.dtype, *, others: int
 class HeadLogits:
     """The logits of a head for one chunk after another, in memory that is used again.
 
-    A chunk's are all there until the next one's come if ``kept``, else one block's alone.
+    A chunk's are all there until the next one's come if ``kept``, else one block's alone. Those
+    of a column lie side by side: products that make them, and take them, are fastest so.
     """
 
     def __init__(
@@ -104,7 +122,7 @@ class HeadLogits:
         weight, bias, soft_cap = self.head
         x_nb = self.of(block, len(h_nH))
         rows_bH = self.products.factor("rows", weight[block], h_nH.dtype)
-        self.products.put(x_nb, h_nH, rows_bH.t())
+        self.products.put(x_nb.t(), rows_bH, h_nH.t())
         if bias is not None:
             x_nb.add_(bias[block])
         if soft_cap is not None:
@@ -128,7 +146,7 @@ class HeadLogits:
 
     def _place(self, room: Tensor, block: slice, num_tokens: int) -> Tensor:
         start, width = block.start if self.kept else 0, block.stop - block.start
-        return room[start * num_tokens :][: width * num_tokens].view(num_tokens, width)
+        return room[start * num_tokens :][: width * num_tokens].view(width, num_tokens).t()
 
 
 def run_chunks(
@@ -158,6 +176,7 @@ def run_chunks(
         group=group,
         cut=cut,
         wide=logits.wide,
+        once=len(chunks) == 1,
     )
     for chunk, h_nH in _hidden_chunks(hidden_NH, chunks, cut, logits.wide):
         criterion, scale_n = criterion_of(chunk), scale_N[chunk.places].to(logits.wide)
@@ -173,8 +192,10 @@ def run_chunks(
             continue
         sums.begin(chunk, h_nH)
         for block, part_kn in zip(logits.blocks, parts, strict=True):
-            dx_nb = logits.of(block, len(h_nH))
             first = logits.first + block.start
+            if not logits.kept:
+                criterion.prepare_(logits.compute(block, h_nH), first, part_kn[0])
+            dx_nb = logits.of(block, len(h_nH))
             criterion.differentiate_(dx_nb, first, part_kn, sums_kn, scale_n)
             logits.undo_bound_(dx_nb, block)
             sums.add(block, dx_nb)

@@ -41,6 +41,10 @@ class WholeTeacher(NamedTuple):
         gap_n = _without_mass_nothing(exp_nb, y_nb - x_nb).sum(-1)
         return torch.stack([top_x_n, exp_x_nb.sum(-1), top_y_n, exp_y_nb.sum(-1), gap_n])
 
+    def prepare_(self, x_nb: Tensor, first: int, top_n: Tensor) -> None:
+        """Divide logits by the temperature."""
+        x_nb.div_(self.temperature)
+
     def merge(self, parts_Pkn: Tensor) -> Tensor:
         """The numbers of all parts together."""
         top_x_Pn, exp_x_Pn, top_y_Pn, exp_y_Pn, gap_Pn = parts_Pkn.unbind(1)
@@ -104,10 +108,12 @@ class TopKTeacher(NamedTuple):
         """The numbers of some columns; exponentials of those not stored stay."""
         x_nb.div_(self.temperature)
         top_n, stored_nK = maxima(x_nb), self._pick(x_nb, first)
-        x_nb.sub_(top_n.unsqueeze(-1)).exp_()
-        # Stored columns become zero: the rest is summed without them, not by a difference.
-        self._add(x_nb, first, -self._pick(x_nb, first))
+        self._exp_rest_(x_nb, first, top_n)
         return torch.stack([top_n, x_nb.sum(-1), *stored_nK.unbind(-1)])
+
+    def prepare_(self, x_nb: Tensor, first: int, top_n: Tensor) -> None:
+        """Make of logits the exponentials of those not stored."""
+        self._exp_rest_(x_nb.div_(self.temperature), first, top_n)
 
     def merge(self, parts_Pkn: Tensor) -> Tensor:
         """The numbers of all parts together."""
@@ -142,6 +148,11 @@ class TopKTeacher(NamedTuple):
         largest = torch.finfo(x_nb.dtype).max
         x_nb.mul_(share_n.clamp(-largest, largest).to(x_nb.dtype).unsqueeze(-1))
         self._add(x_nb, first, dx_nC[:, :-1].to(x_nb.dtype))
+
+    def _exp_rest_(self, x_nb: Tensor, first: int, top_n: Tensor) -> None:
+        x_nb.sub_(top_n.unsqueeze(-1)).exp_()
+        # Stored columns become zero: the rest is summed without them, not by a difference.
+        self._add(x_nb, first, -self._pick(x_nb, first))
 
     def _classes(self, sums_kn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of student and teacher [n K + 1], and the student's log-sum-exp."""

@@ -15,7 +15,7 @@ from megablocks_core.groups.messages import (
     start_reduce_scatter,
     wait,
 )
-from megablocks_core.parallel.head_products import Products
+from megablocks_core.parallel.head_products import Products, stays_narrow
 from megablocks_core.parallel.token_chunks import Chunk
 
 # Elements of a weight's gradient in one allocation, where it is rounded at the end: each goes
@@ -68,11 +68,15 @@ class HeadGradients:
         group: Group,
         cut: Group,
         wide: torch.dtype,
+        once: bool,
     ) -> None:
         self.weight, self.bias, _ = head
         self.products, self.group, self.cut, self.wide = products, group, cut, wide
         self.hidden = hidden_NH.new_zeros(hidden_NH.shape) if wanted.hidden else None
-        self.dweight = RowSums(self.weight, blocks, products, wide) if wanted.weight else None
+        # One product of narrow factors is rounded once: where no other is added, that is the sum.
+        narrow = once and stays_narrow(hidden_NH) and self.weight.dtype == hidden_NH.dtype
+        sums = gradient_dtype(self.weight, wide) if narrow else wide
+        self.dweight = RowSums(self.weight, blocks, products, sums) if wanted.weight else None
         self.dbias = None
         if wanted.bias and self.bias is not None:
             self.dbias = self.bias.new_zeros(self.bias.shape, dtype=self.wide)
@@ -88,12 +92,12 @@ class HeadGradients:
         """Add what the gradient in a block of the chunk's logits makes."""
         if self.dbias is not None:
             self.dbias[block] += dx_nb.sum(0)
-        factor_nb = self.products.factor("gradient", dx_nb, self.h_nH.dtype)
+        factor_bn = self.products.factor("gradient", dx_nb.t(), self.h_nH.dtype)
         if self.hidden is not None:
             rows_bH = self.products.factor("rows", self.weight[block], self.h_nH.dtype)
-            self.products.add(self.dh_nH, factor_nb, rows_bH)
+            self.products.add(self.dh_nH, factor_bn.t(), rows_bH)
         if self.dweight is not None:
-            self.dweight.add(block, factor_nb.t(), self.h_nH)
+            self.dweight.add(block, factor_bn, self.h_nH)
 
     def end(self) -> None:
         """All blocks of the chunk have been added."""

@@ -15,6 +15,7 @@ from megablocks_core.parallel.chunked_head import (
     Criterion,
     HeadLogits,
     chunk_length,
+    keeps_logits,
     run_chunks,
     wide_dtype,
 )
@@ -138,8 +139,9 @@ class HeadLoss(NamedTuple):
         )
         head = Head(weight, bias, self.soft_cap)
         cut = group if self.sequence_parallel else LOCAL
-        length = chunk_length(head, columns, wide, others=formula.others)
-        chunks, kept = chunk_tokens(counts, length, cut=cut), any(wanted)
+        kept = any(wanted) and keeps_logits(hidden)
+        length = chunk_length(head, columns, wide, kept=kept, others=formula.others)
+        chunks = chunk_tokens(counts, length, cut=cut)
         losses, (dhidden, dweight, dbias) = run_chunks(
             hidden.reshape(-1, hidden.shape[-1]),
             HeadLogits(head, columns, wide, chunks, kept=kept),

@@ -38,7 +38,8 @@ def linear_cross_entropy(
     """``vocab_parallel_cross_entropy`` of ``hidden @ weight.T + bias``, whose result never exists.
 
     The loss is that of the logits ``x``, or of ``soft_cap * tanh(x / soft_cap)``. Logits exist
-    for a chunk of tokens at a time, 128 MiB of them on CPU at most, whatever T is. Ignored
+    for a chunk of tokens at a time, 128 MiB of them on CPU at most, whatever T is; where a CPU
+    multiplies bfloat16, for a block of its columns, and for "sum" and "mean" twice. Ignored
     tokens are not computed at all: their loss and gradients are exactly zero. Minus the losses
     of ``reduction="none"`` are the targets' log-probabilities, with their gradients.
 
@@ -144,8 +145,11 @@ class _CrossEntropy(NamedTuple):
     def partial_(self, x_nb: Tensor, first: int) -> Tensor:
         top_n, target_n = maxima(x_nb), self._target_logits(x_nb, first)
         others = [target_n, x_nb.sum(-1)] if self.label_smoothing else [target_n]
-        x_nb.sub_(top_n.unsqueeze(-1)).exp_()
+        self.prepare_(x_nb, first, top_n)
         return torch.stack([top_n, x_nb.sum(-1), *others])
+
+    def prepare_(self, x_nb: Tensor, first: int, top_n: Tensor) -> None:
+        x_nb.sub_(top_n.unsqueeze(-1)).exp_()
 
     def merge(self, parts_Pkn: Tensor) -> Tensor:
         top_Pn, exp_Pn, *others_Pn = parts_Pkn.unbind(1)

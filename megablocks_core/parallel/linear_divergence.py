@@ -248,6 +248,8 @@ class _Whole(NamedTuple):
                 """Computed when asked for first, and kept where they are asked for again."""
                 block = slice(first - columns.first, first - columns.first + width)
                 if block.start not in known:
+                    if not kept:
+                        known.clear()
                     known.add(block.start)
                     logits.compute(block, h_nH).div_(self.temperature)
                 return logits.of(block, len(h_nH))

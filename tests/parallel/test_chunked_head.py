@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megablocks_core.parallel import chunked_head, linear_cross_entropy
+from megablocks_core.parallel import chunked_head, head_products, linear_cross_entropy
 from tests.parallel.watching import Watch
 
 
@@ -23,7 +23,8 @@ def test_no_tensor_of_all_logits_exists_at_any_length(reduction):
     largest = []
     for length in (64, 512):
         (hidden, weight, bias), targets = _inputs(100, length, features=2, dtype=torch.float32)
-        with patch.object(chunked_head, "_CHUNK", 16 * 100), Watch() as watch:
+        small = patch.multiple(chunked_head, _CHUNK=16 * 100, _MOST_TOKENS=8)
+        with small, Watch() as watch:
             options = {"soft_cap": 5.0, "label_smoothing": 0.1, "z_loss": 0.1}
             loss = linear_cross_entropy(
                 hidden, weight, targets, bias=bias, reduction=reduction, **options
@@ -33,6 +34,21 @@ def test_no_tensor_of_all_logits_exists_at_any_length(reduction):
     # Logits of 8 tokens and their slopes; with more tokens only what there is for each grows.
     assert largest[0] <= 8 * 100 * 4
     assert largest[1] <= 512 * 2 * 8
+
+
+# A block's logits are the largest, or the weight's gradient: its wide sum, if there is one to add.
+@pytest.mark.parametrize(
+    ("chunks", "features", "largest"),
+    [(1, 2, 8 * 50 * 4), (2, 2, 8 * 50 * 4), (1, 20, 100 * 20 * 2), (2, 20, 100 * 20 * 4)],
+)
+def test_logits_of_16_bit_factors_are_computed_twice_and_not_kept(chunks, features, largest):
+    (hidden, weight, _), targets = _inputs(100, 8 * chunks, features=features, dtype=torch.bfloat16)
+    narrow = patch.object(head_products, "_cpu_multiplies_bfloat16", return_value=True)
+    small = patch.multiple(chunked_head, _MOST_TOKENS=8, _BLOCK=1, _FEWEST_COLUMNS=50)
+    with narrow, small, Watch() as watch:
+        linear_cross_entropy(hidden, weight, targets).backward()
+    assert watch.products == 2 * chunks * 4
+    assert watch.largest == largest
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
