@@ -38,6 +38,7 @@ def _check(held, stored, limit, hosts=None):
     # By rank and byte: which element of which tensor a window holds there.
     windows: list[dict[int, object]] = [{} for _ in held]
     assert len({len(plan) for plan in plans}) == 1
+    _check_windows(plans, held)
     for turn in range(len(plans[0])):
         sent = {}
         for rank, plan in enumerate(plans):
@@ -93,6 +94,23 @@ def _show(work, held, window):
             filled |= span
             for number in range(start, stop):
                 window[place + (number - start) * itemsize] = (name, chunk, number)
+
+
+def _check_windows(plans, held):
+    """A window is no longer than the fullest round asks, twice."""
+    for plan in plans:
+        ends, fullest = [0], 0
+        for work in plan:
+            sizes = [
+                (one.stop - one.start) * held_dtype(held, one.name).itemsize
+                for one in work.segments
+            ]
+            shown = [
+                (place, size) for place, size in zip(work.places, sizes, strict=True) if place >= 0
+            ]
+            ends += [place + size for place, size in shown]
+            fullest = max(fullest, sum(size + -size % 64 for _, size in shown))
+        assert max(ends) <= 2 * fullest
 
 
 def _look(plans, turn, numbers, held, windows, got):
