@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import chain
+from itertools import zip_longest
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -60,7 +60,7 @@ class HostStates:
     def in_turn(self, parts: Sequence[AnyPart]) -> Iterator[AnyPart]:
         """Yield each part while its tensors are on the device."""
         coming = self._bring(parts[0]) if parts else []
-        for part, following in zip(parts, chain(parts[1:], [None]), strict=True):
+        for part, following in zip_longest(parts, parts[1:]):
             for place, there, copy in coming:
                 copy.wait()
                 place.put(there)

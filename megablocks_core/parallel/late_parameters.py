@@ -31,8 +31,8 @@ class LateParameters(dict[str, nn.Parameter | None]):
 
     def settled(self) -> dict[str, nn.Parameter | None]:
         """Wait, and give the place back to the module's own dict."""
-        self._wait()
         if self._owner.__dict__["_parameters"] is self:
+            self._wait()
             self._owner.__dict__["_parameters"] = self._plain
         return self._plain
 

@@ -85,7 +85,7 @@ def assert_equal_training(
     tokens = group if tokens is None else tokens
     expert_group = tokens if expert_group is None else expert_group
     twin, net = built(tp=tp, ep=ep)
-    names = {name: p for name, p in net.named_parameters()}
+    names = dict(net.named_parameters())
     if data_parallel:
         net = DataParallel(net, group=group, expert_group=expert_group, reduction=reduction)
     optimizer = ShardedOptimizer(

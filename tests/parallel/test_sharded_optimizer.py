@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megablocks_core.groups import LOCAL, Group, Mesh
+from megablocks_core.groups import Group, Mesh
 from megablocks_core.testing import ranks
 from tests.parallel.sharded_training import Lion, assert_equal_training
 
