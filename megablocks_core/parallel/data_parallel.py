@@ -6,7 +6,7 @@ rest of backward runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -120,6 +120,10 @@ class DataParallel(nn.Module):
                 memo.add(self)
             yield prefix, self
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """As the module's."""
+        return self.module.load_state_dict(state_dict, *args, **options)
 
     def __getattr__(self, name: str) -> Any:
         try:

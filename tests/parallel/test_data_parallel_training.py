@@ -1,5 +1,7 @@
 """Five steps on many ranks end with the weights of one process that saw all tokens."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,7 +163,7 @@ def test_f053_a_scale_is_applied_once_to_each_micro_batch():
         mark(model, "weight", expert=True)
         wrapped = DataParallel(model, group=world)
         for index in range(4):
-            with wrapped.no_sync() if extra and index < 3 else torch.enable_grad():
+            with wrapped.no_sync() if extra and index < 3 else nullcontext():
                 wrapped(torch.full((1, 1), 0.5)).sum().backward()
         assert wrapped.weight.grad.item() == 4 * 0.5 / 2
 

@@ -224,8 +224,8 @@ def test_ranks_that_use_parameters_in_another_order_agree():
             y = layers[index](x * (index + 1))
             loss = loss + y.sum()
         loss.backward()
-        for index, layer in enumerate(layers):
-            assert layer.weight.grad.unique().tolist() == [2.0 * (index + 1)]
+        for index, weight in enumerate(layers.parameters()):
+            assert weight.grad.unique().tolist() == [2.0 * (index + 1)]
 
 
 @ranks(2, 4)
@@ -239,7 +239,8 @@ def test_a_rank_on_which_nothing_is_used_takes_part():
         y = layer(x) if group.rank == 0 else x * 2
         reducer.watch({"out": [y]})
         y.sum().backward()
-        assert layer.weight.grad.tolist() == [[1.0] * 2] * 2
+        gradient = layer.weight.grad
+        assert gradient is not None and (gradient == 1.0).all()
 
 
 @ranks(2)
