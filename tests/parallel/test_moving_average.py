@@ -14,6 +14,7 @@ from megablocks_core.groups import Group, logical_tensors, whole_tensor
 from megablocks_core.parallel.moving_average import MovingAverage
 from megablocks_core.parallel.muon import Muon
 from megablocks_core.parallel.published import Published
+from megablocks_core.parallel.sharded_optimizer import ShardedOptimizer
 from megablocks_core.testing import ranks
 from tests.parallel import muon_layouts
 
@@ -161,6 +162,26 @@ def test_masters_that_muon_has_dealt_out_are_averaged():
     optimizer = Muon(model, lr=0.1, group=group, expert_group=group)
     average = MovingAverage(model, 0.0, masters=optimizer, group=group, expert_group=group)
     muon_layouts.set_gradients(model, 1)
+    optimizer.step()
+    average.update()
+    weights = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with average.swap():
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            assert torch.equal(parameter, weight)
+
+
+@ranks(2)
+@pytest.mark.parametrize("options", [{}, {"zero": 2, "overlap": True}, {"offload": True}])
+def test_masters_of_a_sharded_optimizer_are_averaged(options):
+    group = Group.of(dist.group.WORLD)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).bfloat16()
+    optimizer = ShardedOptimizer(model, torch.optim.AdamW, group=group, lr=0.1, **options)
+    average = MovingAverage(model, 0.0, masters=optimizer, group=group)
+    model(torch.ones(2, 3).bfloat16()).sum().backward()
     optimizer.step()
     average.update()
     weights = [p.detach().clone() for p in model.parameters()]
