@@ -22,16 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from megablocks_core import ckpt, data, export, parallel
-from megablocks_core.groups import Group, Mesh, together
+from megablocks_core.groups import LOCAL, Group, Mesh, together
 from megablocks_core.layers import Decoder, DecoderSpec
 from megablocks_core.train import (
     FiniteGuard,
     Metrics,
     Progress,
-    Rule,
     RunFolder,
     Scheduled,
     StepTimer,
@@ -47,6 +46,8 @@ from megablocks_core.train import (
     watch,
 )
 
+ZERO = """what the data-parallel ranks cut: 0 nothing, 1 the optimizer's state,
+2 gradients too, 3 weights too"""
 FIXED = ("data", "max_bytes", "sequence_length", "batch_size", "seed")  # once a run has begun
 
 
@@ -58,7 +59,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("out/run"), help="folder of the run")
     add("--data", type=Path, nargs="*", default=[], help="files, folders, .jsonl")
     add("--max-bytes", type=count, default=8_000_000, help="of text to learn from")
-    add("--tp", type=count, default=1, help="tensor-parallel ranks; the rest is data parallel")
+    add("--tp", type=count, default=1, help="tensor-parallel ranks")
+    add("--dp", type=count, default=-1, help="data-parallel ranks; -1: all others")
+    add("--zero", type=int, default=0, choices=range(4), help=ZERO)
     add("--sequence-parallel", action="store_true", help="cut tokens over the tp ranks too")
     add("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
     add("--hidden-size", type=count, default=192)
@@ -112,6 +115,13 @@ def model_spec(options: argparse.Namespace) -> DecoderSpec:
     )
 
 
+def model_on(mesh: Mesh, options: argparse.Namespace) -> Decoder:
+    """This rank's share; one seed gives one model, however it is cut."""
+    torch.manual_seed(options.seed)
+    dtype, cut_tokens = getattr(torch, options.dtype), options.sequence_parallel
+    return Decoder(model_spec(options), mesh=mesh, sequence_parallel=cut_tokens, dtype=dtype)
+
+
 def write_tokens(options: argparse.Namespace, *, group: Group) -> None:
     """Tokenize on the first rank, when a run begins."""
     with together("reading the text", group=group, raises=OSError):
@@ -142,7 +152,7 @@ def loaders(options: argparse.Namespace, *, group: Group) -> list[Callable[..., 
     ]
 
 
-def loss_of(model: Decoder, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def loss_of(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Sum of the tokens' losses, and how many there are; a batch is rows of one length."""
     rows = batch["tokens"].view(-1, model.spec.extra["max_position_embeddings"])
     losses = parallel.vocab_parallel_cross_entropy(
@@ -156,28 +166,38 @@ def loss_of(model: Decoder, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return (losses * mask).sum(), mask.sum()
 
 
-def optimizers_of(
-    model: Decoder, options: argparse.Namespace
-) -> tuple[dict[str, torch.optim.Optimizer], list[Scheduled]]:
-    """What --optimizer names, and the rates; beside Muon for matrices AdamW has the rest."""
-    is_muon = options.optimizer == "muon"
-    if is_muon and model.tp.size > 1:
-        raise ValueError(f"--tp={model.tp.size} must be 1: --optimizer muon needs whole matrices")
-    rule = Rule("model.layers.**", {"muon": is_muon}, shape=lambda shape: len(shape) == 2)
-    settings = {"lr": options.learning_rate, "weight_decay": 0.1}
-    groups: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-    for group in parameter_groups(model, settings, [rule]):
-        groups[group.pop("muon", False)].append(group)
-    optimizers: dict[str, Any] = {}
+def shared(
+    model: Decoder, options: argparse.Namespace, *, group: Group
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """What runs the model on the ranks of ``group`` as --zero says, and --optimizer for it."""
+    called: nn.Module = model
+    is_muon, is_cut = options.optimizer == "muon", options.zero in (1, 2)
+    if is_muon and options.zero == 2:
+        raise ValueError("--zero 2 must be 0, 1 or 3: --optimizer muon needs whole gradients")
+    if options.zero == 3:
+        called = parallel.fully_shard(model, group=group, reduction="sum")
+    elif is_muon or not is_cut:
+        called = parallel.DataParallel(model, group=group, reduction="sum")
+    groups = parameter_groups(model, {"lr": options.learning_rate, "weight_decay": 0.1})
     if is_muon:
-        optimizers["muon"] = torch.optim.Muon(groups[True], adjust_lr_fn="match_rms_adamw")
-    if options.optimizer == "sgd":
-        optimizers["optimizer"] = torch.optim.SGD(groups[False], momentum=0.9)
-    else:
-        optimizers["optimizer"] = torch.optim.AdamW(groups[False], betas=(0.9, 0.95))
+        dealt = group if is_cut else LOCAL
+        muon = parallel.Muon(model, groups=groups, adjust_lr="match_rms_adamw", group=dealt)
+        return called, muon
+    kinds: dict[str, Any] = {
+        "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+        "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
+    }
+    kind, settings = kinds[options.optimizer]
+    if not is_cut:
+        return called, kind(groups, **settings)
+    settings |= {"group": group, "zero": options.zero, "reduction": "sum"}
+    return called, parallel.ShardedOptimizer(model, kind, groups=groups, **settings)
+
+
+def scheduled(optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> Scheduled:
+    """The optimizer's rates, by the samples that were learnt from."""
     samples = options.steps * options.batch_size
-    schedule = cosine_schedule(samples, warmup=samples // 20, end=0.1)
-    return optimizers, [Scheduled(optimizer, schedule) for optimizer in optimizers.values()]
+    return Scheduled(optimizer, cosine_schedule(samples, warmup=samples // 20, end=0.1))
 
 
 def resume(state: dict[str, Any], options: argparse.Namespace, *, group: Group) -> None:
@@ -206,46 +226,44 @@ def save(folder: Path, state: dict[str, Any], *, group: Group) -> None:
 def backward(
     micro_batches: list[dict[str, Any]],
     num_tokens: int,
-    model: Decoder,
+    called: nn.Module,
     timer: StepTimer,
     metrics: Metrics,
 ) -> Tensor:
     """Gradients of the mean loss of all ranks' ``num_tokens`` tokens, clipped; their norm."""
     for batch in micro_batches:
         with timer("forward"):
-            loss_sum, num_own = loss_of(model, batch)
+            loss_sum, num_own = loss_of(called, batch)
         with timer("backward"):
-            (loss_sum / num_tokens).backward()
+            (loss_sum / num_tokens).backward()  # and summed over the ranks
         metrics.add("loss", loss_sum, num_own)
-    with timer("reduction"):
-        parallel.reduce_gradients(model, group=metrics.group, reduction="sum")
-        return parallel.clip_grad_norm_(model, 1.0)
+    with timer("optimizer"):
+        return parallel.clip_grad_norm_(called, 1.0)
 
 
 def train(options: argparse.Namespace) -> Decoder | None:
     """Train from the newest checkpoint, or from the start; the model if the end is reached."""
-    mesh = Mesh(tp=options.tp, timeout=timedelta(seconds=options.timeout))
+    mesh = Mesh(tp=options.tp, dp=options.dp, timeout=timedelta(seconds=options.timeout))
     dp, world = mesh.group("dp"), mesh.group("tp", "dp")
     write_tokens(options, group=world)
     train_batches, valid_batches = loaders(options, group=dp)
-    torch.manual_seed(options.seed)  # one seed gives one model, however it is cut
-    dtype, cut_tokens = getattr(torch, options.dtype), options.sequence_parallel
-    model = Decoder(model_spec(options), mesh=mesh, sequence_parallel=cut_tokens, dtype=dtype)
-    optimizers, rates = optimizers_of(model, options)
+    model = model_on(mesh, options)
+    called, optimizer = shared(model, options, group=dp)
+    rates = scheduled(optimizer, options)
     length = options.sequence_length
     record = run_record(
-        label=f"tp={options.tp}, dp={dp.size}",
+        label=f"tp={options.tp}, dp={dp.size}, zero={options.zero}",
         mesh=mesh.describe(),
         spec=model.spec.to_hf(),
         data=xxhash.xxh3_128_hexdigest((options.out / "tokens.bin").read_bytes()),
         tokenizer="bytes",
-        optimizer=optimizers,
+        optimizer=optimizer,
         schedule=rates,
         flops_per_token=training_flops(decoder_work(model.spec), [length]) / length,
         peak_flops=matmul_peak(group=world),
         price_per_hour=options.price_per_hour,
     )
-    state = {"model": model, **optimizers, "step": 0, "consumed": 0}
+    state = {"model": model, "optimizer": optimizer, "step": 0, "consumed": 0}
     resume(state, options, group=world)
     first, last = state["step"], min(options.steps, options.stop_after or options.steps)
     if first >= last:
@@ -264,15 +282,14 @@ def train(options: argparse.Namespace) -> Decoder | None:
         for done in range(first + 1, last + 1):
             with timer("data"):
                 micro_batches, num_tokens = next(batches)
-            norm = backward(micro_batches, num_tokens, model, timer, metrics)
+            norm = backward(micro_batches, num_tokens, called, timer, metrics)
             watched.step()
             with timer("optimizer"):
-                rate = options.learning_rate * max(each.set(batches.consumed) for each in rates)
+                rate = options.learning_rate * rates.set(batches.consumed)
                 sound = is_finite({"grad_norm": norm})  # that of all ranks: they agree
                 if sound:
-                    for optimizer in optimizers.values():
-                        optimizer.step()
-                model.zero_grad()
+                    optimizer.step()
+                optimizer.zero_grad()
             own_tokens = sum(batch["tokens"].numel() for batch in micro_batches)
             timer.step(tokens=num_tokens, own_tokens=own_tokens, read_bytes=own_tokens * 2)
 
@@ -280,7 +297,7 @@ def train(options: argparse.Namespace) -> Decoder | None:
             if done % options.evaluate_every == 0 or done == last:
                 held_out = valid_batches()
                 with timer("evaluation"):
-                    values["validation_loss"] = evaluate(model, held_out, loss=loss_of, group=dp)
+                    values["validation_loss"] = evaluate(called, held_out, loss=loss_of, group=dp)
             values |= {**timer.reduce(), **watched.read(), "skipped": float(not sound)}
             run.write(done - 1, values)  # first, so that a run from the checkpoint has the line
             progress.update(done - 1, values)

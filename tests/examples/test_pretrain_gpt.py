@@ -31,14 +31,29 @@ def test_golden_curve(tmp_path):
     assert losses[-1] < 0.75 * losses[0]
 
 
-@pytest.mark.parametrize("layout", [["--tp=2"], ["--tp=2", "--sequence-parallel"], ["--tp=1"]])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--tp=2"],
+        ["--tp=2", "--sequence-parallel"],
+        ["--dp=2"],
+        ["--dp=2", "--zero=1"],
+        ["--dp=2", "--zero=2"],
+        ["--dp=2", "--zero=3"],
+    ],
+)
 @ranks(2, timeout=240)
 def test_two_ranks_train_the_golden_curve(layout, tmp_path):
     _train_on_ranks(layout, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "layout", [["--tp=2", "--micro-batch-size=4"], ["--tp=2", "--sequence-parallel"]]
+    "layout",
+    [
+        ["--tp=2", "--micro-batch-size=4", "--zero=1"],
+        ["--tp=2", "--sequence-parallel"],
+        ["--tp=2", "--sequence-parallel", "--zero=3"],
+    ],
 )
 @ranks(4, timeout=240)
 def test_four_ranks_train_the_golden_curve(layout, tmp_path):
