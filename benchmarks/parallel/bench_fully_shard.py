@@ -20,7 +20,6 @@ _PEER = "torch FSDP2"
 _CASES = (
     {"hidden": 256, "layers": 4, "tokens": 512},
     {"hidden": 512, "layers": 4, "tokens": 512},
-    {"hidden": 512, "layers": 4, "tokens": 2048},
 )
 
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.groups.messages import start_all_to_all, wait
@@ -176,6 +177,9 @@ def place_over(shards: Group, copies: Group, device_type: str) -> Place:
     Raises:
         ValueError: ``shards`` and ``copies`` do not cross in this rank alone, or are no grid.
     """
+    # Torch remembers results of DTensors by the ranks of their mesh, with the process groups of the
+    # first mesh that had them, which may have been closed since.
+    _clear_sharding_prop_cache()
     if copies.size == 1:
         assert shards.pg is not None
         mesh = DeviceMesh.from_group(shards.pg, device_type)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from megablocks_core.groups import LOCAL, Group, Mesh
+from megablocks_core.groups import LOCAL, Group, Mesh, gather_whole
 from megablocks_core.parallel import fully_shard
 from megablocks_core.parallel.fsdp_groups import _ExchangeAndSum, place_over
 from megablocks_core.testing import ranks
@@ -35,6 +35,20 @@ def test_shards_and_copies_must_cross():
         place_over(shards, shards, "cpu")
     with pytest.raises(ValueError, match="replicate=.* needs a group of more than one rank"):
         fully_shard(nn.Linear(2, 2), group=LOCAL, replicate=copies)
+
+
+@ranks(4)
+def test_groups_that_were_closed_are_not_remembered():
+    for _ in range(2):
+        mesh = Mesh(tp=2, dp=2)
+        group = mesh.group("dp")
+        net = fully_shard(nn.Linear(4, 4), group=group)
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0)
+            assert parameter.grad.device_mesh.get_group().group_name == group.name
+        torch.optim.AdamW(net.parameters()).step()
+        assert gather_whole(net)["weight"].shape == (4, 4)
+        mesh.close()
 
 
 def _net():

@@ -125,6 +125,16 @@ def test_micro_batches_are_summed_in_float32_whichever_parameter_each_used():
 
 @ranks(2, 4)
 def test_gradients_of_16_bit_parameters_are_reduced_in_float32():
+    _assert_rounded_once()
+
+
+@pytest.mark.slow
+@ranks(8)
+def test_gradients_of_16_bit_parameters_are_reduced_in_float32_over_eight_ranks():
+    _assert_rounded_once()
+
+
+def _assert_rounded_once():
     group = Mesh().group("dp")
     net = fully_shard(nn.Linear(50, 40, bias=False).bfloat16(), group=group)
     torch.manual_seed(1)
@@ -132,7 +142,7 @@ def test_gradients_of_16_bit_parameters_are_reduced_in_float32():
     net(xs[group.rank]).sum().backward()
     mean = xs.float().mean(0).expand(40, 50)
     assert net.weight.grad.dtype == BF16
-    assert torch.equal(net.weight.grad.full_tensor(), mean.to(BF16))
+    assert torch.equal(net.weight.grad.full_tensor(), mean.to(BF16))  # whatever the size
 
 
 @ranks(2)

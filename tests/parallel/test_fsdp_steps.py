@@ -1,5 +1,8 @@
 """Between passes nothing is stale, nothing is lost, and ranks know what none of them used."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 from torch import nn
@@ -161,6 +164,20 @@ def test_a_backward_that_broke_off_makes_the_next_step_raise_until_all_ranks_beg
     net(own_x).sum().backward()
     (twin(x).sum() / 2).backward()
     assert_equal_gradients(net, twin)
+
+
+@ranks(2)
+def test_a_rank_that_raises_in_backward_ends_the_others_in_time():
+    group = Mesh(timeout=timedelta(seconds=2)).group("dp")
+    torch.manual_seed(0)
+    net = fully_shard(Net(), group=group)
+    x = torch.ones(1, 3)
+    net(x).sum().backward()
+    error = ArithmeticError if group.rank == 1 else RuntimeError
+    start = time.monotonic()
+    with pytest.raises(error):
+        net(x, fails="backward" if group.rank == 1 else "").sum().backward()
+    assert time.monotonic() - start < 30
 
 
 @ranks(2)

@@ -242,3 +242,25 @@ def test_a_decoder_under_recomputation_has_the_gradients_of_one_process(sequence
         for name, parameter, specs in marks(net):
             gradient = whole_tensor(parameter.grad, specs)
             torch.testing.assert_close(gradient, wanted[name].grad, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_compiled_units_have_the_gradients_of_one_process():
+    group = Mesh().group("dp")
+    torch.manual_seed(0)
+    twin = Untied().double()
+    net = Untied().double()
+    net.load_state_dict(twin.state_dict())
+    for layer in net.layers:
+        layer.compile(backend="aot_eager")
+    fully_shard(net, group=group)
+    x = torch.randn(2, 3, dtype=torch.float64)
+    for _ in range(3):
+        net.zero_grad()
+        net(x[group.rank : group.rank + 1]).sum().backward()
+    (twin(x).sum() / 2).backward()
+    wanted = dict(twin.named_parameters())
+    for name, parameter in net.named_parameters():
+        gradient = parameter.grad.full_tensor()
+        torch.testing.assert_close(gradient, wanted[name].grad, rtol=0, atol=1e-12, msg=name)
