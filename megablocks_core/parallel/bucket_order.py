@@ -22,7 +22,9 @@ class BucketOrder:
     def __init__(self, buckets: Sequence[Bucket], *, group: Group, expert_group: Group) -> None:
         self.known = False
         self._groups = (group, expert_group)
-        self._kinds = [int(bucket.expert) for bucket in buckets]
+        # Messages of one group need one order, also where experts are copied on all its ranks.
+        apart = group.size == 1 or group != expert_group
+        self._kinds = [int(bucket.expert and apart) for bucket in buckets]
         self._queues = [
             [index for index, kind in enumerate(self._kinds) if kind == wanted] for wanted in (0, 1)
         ]

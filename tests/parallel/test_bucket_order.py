@@ -49,3 +49,16 @@ def test_all_ranks_follow_rank_0():
     order.agree()
     order.start()
     assert order.rest() == [2, 0, 1]
+
+
+@ranks(2)
+def test_experts_that_are_copied_on_all_ranks_of_the_group_share_its_order():
+    """A dense bucket that is idle on one rank must hold back its experts there, as elsewhere."""
+    group = Group.of(dist.group.WORLD)
+    order = BucketOrder(_buckets(False, True), group=group, expert_group=group)
+    for index in (0, 1):
+        order.complete(index)
+    order.agree()
+    order.start()
+    assert order.complete(1) == []
+    assert order.rest() == [0, 1]
