@@ -63,7 +63,9 @@ class ReducedGradients:
         self._reducer, self._flats = reducer, flats
         numbers = {id(bucket): number for number, bucket in enumerate(reducer.buckets)}
         self._numbers = {id(flat): numbers[id(flat.bucket)] for flat in flats}
-        reducer.after = self._hang
+        # No cycle: an optimizer that nobody holds gives its parameters free at once.
+        hang = weakref.WeakMethod(self._hang)
+        reducer.after = lambda: (method := hang()) and method()
         if module is not None:
             watch = Watch(reducer, module)
             module.register_forward_pre_hook(watch.before)
