@@ -27,6 +27,10 @@ class Handle:
     def __init__(self, work: Any, *held: Tensor, finish: Callable[[], Any] | None = None) -> None:
         self._work, self._held, self._finish = work, held, finish
 
+    def has_arrived(self) -> bool:
+        """Whether ``wait`` would return at once, as far as is known."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> None:
         """Return once the result may be read; a second call returns at once."""
         work, self._work = self._work, None

@@ -34,7 +34,17 @@ from megablocks_core.groups.buffers import (
 )
 
 
-class WholeMessage:
+class BucketMessage:
+    """A message of one bucket."""
+
+    _handle: Handle
+
+    def has_arrived(self) -> bool:
+        """Whether its latest part is here, as far as is known."""
+        return self._handle.has_arrived()
+
+
+class WholeMessage(BucketMessage):
     """Sum ``flat`` [L] over ``group``, in place."""
 
     def __init__(self, flat: Tensor, *, group: Group, wire_dtype: torch.dtype | None) -> None:
@@ -63,7 +73,7 @@ class WholeMessage:
         return flat.chunk(self._group.size)[self._group.rank]
 
 
-class ShardMessage:
+class ShardMessage(BucketMessage):
     """Sum ``flat`` [L] over ``group``, each rank its share, and that over ``replicate``.
 
     Attributes:

@@ -117,13 +117,18 @@ class GradientBuffer(ABC):
         Args:
             used: For each slot, whether any rank has a gradient.
         """
-        self._show_reduced(self._begin(), used)
+        self._show_reduced(self._views(), used)
         self.drop()
 
     def drop(self) -> None:
         """Forget what the places hold."""
         self._places = [Place.EMPTY] * len(self._places)
         self._open = False
+
+    def free(self) -> None:
+        """Forget what the places hold, and give the memory back."""
+        self.drop()
+        self._memory = None
 
     def holds_own(self) -> bool:
         """Whether it holds sums of this rank that no message has taken yet."""
@@ -298,11 +303,6 @@ class CastBuffer(GradientBuffer):
 
 class HiddenBuffer(GradientBuffer):
     """``.grad`` stays as it is: the owner of the buffer takes the sums itself."""
-
-    def free(self) -> None:
-        """Give the memory back, while no place is in use."""
-        assert not self._open
-        self._memory = None
 
     def _free_memory(self) -> Memory | None:
         return self._memory

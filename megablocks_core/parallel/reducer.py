@@ -12,6 +12,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from megablocks_core.parallel.gradient_buffers import AliasedBuffer, CastBuffer,
 from megablocks_core.parallel.gradient_claims import claim, is_claimed, release
 
 BUCKET_BYTES = 25 << 20
+# Messages under way at a time where the memory of buckets is freed once they have arrived.
+_FLYING = 2
 
 
 class Reducer:
@@ -47,7 +50,8 @@ class Reducer:
         wire_dtype: Send in this 16-bit dtype, and sum in ``reduce_dtype``.
         bucket_bytes: The largest size of a bucket, in bytes of parameters.
         shards: Leave ``.grad`` alone, and keep this rank's share of each bucket's sum.
-        keep_full: With ``shards``: keep the buckets' memory between backwards.
+        keep_full: With ``shards``: keep the buckets' memory. Otherwise it is given back while
+            backward goes on, and two dense messages at most are under way.
         wide_gradients: ``.grad`` of 16-bit parameters has the dtype of the sums.
 
     Attributes:
@@ -82,12 +86,14 @@ class Reducer:
         self._group, self._expert_group, self._replicate = group, expert_group, replicate
         self._scale = 1.0 / (group.size * replicate.size) if reduction == "mean" else 1.0
         self._reduce_dtype, self._wire_dtype = reduce_dtype, wire_dtype
-        self._cuts, self._keep_full, self._wide = shards, keep_full, wide_gradients
+        self._cuts, self._keep_full, self._wide = shards, keep_full or not shards, wide_gradients
         trained = [one for one in named if one[1].requires_grad and self._has_work(one[2].expert)]
         self.names = [name for name, _, _ in trained]
         self.parameters = [parameter for _, parameter, _ in trained]
         self.buckets = self._plan(trained, bucket_bytes)
-        self._order = BucketOrder(self.buckets, group=group, expert_group=expert_group)
+        self._order = BucketOrder(
+            self.buckets, group=group, expert_group=expert_group, replicate=replicate
+        )
         self._buffers = [self._buffer(bucket) for bucket in self.buckets]
         self._places = {
             slot.index: (number, place)
@@ -216,6 +222,21 @@ class Reducer:
         else:
             message = WholeMessage(buffer.flat, group=group, wire_dtype=self._wire_dtype)
         run.messages[number] = message
+        run.flying.append(number)
+        if not self._keep_full:
+            self._land(run, self._due(run, self._order.kinds[number]))
+
+    def _due(self, run: _Run, kind: int) -> list[int]:
+        """The messages to be landed before the next one is sent, so that memory is given back.
+
+        Those of the first order are waited for. Experts' with an order of their own are not: ranks
+        may come to the two orders in turns of their own, and each would wait for what the other
+        is to send after its own wait.
+        """
+        due = [number for number in run.flying if self._order.kinds[number] == kind][:-_FLYING]
+        if kind == 0:
+            return due
+        return list(takewhile(lambda number: run.messages[number].has_arrived(), due))
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -233,9 +254,7 @@ class Reducer:
                     f"{list(self._expert_group.ranks)}): a rank has died, raised in backward, or "
                     f"not called it: {error}"
                 ) from error
-            self._expected = [
-                max(1, *counts) for counts in zip(self._expected, run.counts, strict=True)
-            ]
+            self._expected = list(map(max, self._expected, run.counts))
             if not self._order.known:
                 self._order.agree()
             if self.after is not None:
@@ -247,18 +266,28 @@ class Reducer:
 
     def _receive(self, run: _Run) -> None:
         flags = self._flags(run)
-        for message in run.messages.values():
-            message.go_on()
-        for number, message in run.messages.items():
-            message.finish()
+        self._land(run, list(run.flying))
+        for number in run.messages:
             used = flags[self.buckets[number].expert].of(number)
             self._buffers[number].give(used)
             for slot, any_rank in zip(self.buckets[number].slots, used, strict=True):
                 self.used[slot.index] |= any_rank
-            if isinstance(message, ShardMessage):
-                self._add_shard(number, message.own)
         for some in flags.values():
             some.wait()
+
+    def _land(self, run: _Run, numbers: list[int]) -> None:
+        """Wait for messages, in the order in which they were sent; take over shards."""
+        for number in numbers:
+            run.messages[number].go_on()
+        for number in numbers:
+            run.flying.remove(number)
+            message = run.messages[number]
+            message.finish()
+            if isinstance(message, ShardMessage):
+                total = self.shards[number]
+                self.shards[number] = message.own if total is None else total.add_(message.own)
+                if not self._keep_full:
+                    self._buffers[number].free()
 
     def _flags(self, run: _Run) -> dict[bool, UsedFlags]:
         """One message for dense parameters, one for experts."""
@@ -273,12 +302,6 @@ class Reducer:
                     device=self.buckets[next(iter(own))].device,
                 )
         return flags
-
-    def _add_shard(self, number: int, own: Tensor) -> None:
-        total, buffer = self.shards[number], self._buffers[number]
-        self.shards[number] = own if total is None else total.add_(own)
-        if isinstance(buffer, HiddenBuffer) and not self._keep_full:
-            buffer.free()
 
     # The plan.
 
@@ -343,6 +366,7 @@ class _Run:
         self.counts = [0] * len(reducer.parameters)
         self.missing = [len(bucket.slots) for bucket in reducer.buckets]
         self.messages: dict[int, WholeMessage | ShardMessage] = {}
+        self.flying: list[int] = []  # buckets whose messages nobody has waited for
         self.used: dict[int, list[bool]] = {}
 
 

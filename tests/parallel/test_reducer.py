@@ -107,6 +107,26 @@ def test_full_memory_lives_only_while_it_is_needed():
 
 
 @ranks(2)
+def test_memory_is_given_back_while_backward_goes_on():
+    """Six buckets of which three are there at a time: one that fills, two under way."""
+    model = _Layers()
+    reducer = Reducer(marks(model), group=_world(), bucket_bytes=80, shards=True, keep_full=False)
+    held = []
+
+    def count(_):
+        held.append(sum(buffer._memory is not None for buffer in reducer._buffers))
+
+    for layer in model.layers:
+        layer.bias.register_hook(count)
+    for _ in range(2):
+        held.clear()
+        reducer.drop()
+        model(torch.ones(1, 4)).sum().backward()
+    assert len(reducer.buckets) == len(held) == 6
+    assert max(held) <= 3
+
+
+@ranks(2)
 def test_one_message_for_each_bucket_and_one_of_flags():
     group = _world()
     model = _model()
@@ -150,6 +170,48 @@ def test_bytes_sent_are_those_of_the_parameters_and_one_for_each():
     sizes = [parameter.nbytes for parameter in model.parameters()]
     assert len(sent) == len(reducer.buckets) + 1
     assert sum(sent) == sum(sizes) + len(sizes)
+
+
+def _both_kinds(group, expert_group, **options):
+    """Ranks reach experts and dense layers in opposite orders; all weights are as large."""
+    dense, experts = (
+        nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(4)]) for _ in range(2)
+    )
+    for layer in experts:
+        mark(layer, "weight", expert=True)
+    model = nn.ModuleList([dense, experts])
+    groups = {"group": group, "expert_group": expert_group}
+    reducer = Reducer(marks(model), **groups, bucket_bytes=64, reduction="sum", **options)
+    world = _world()
+    for _ in range(3):
+        model.zero_grad()
+        reducer.drop()
+        loss = torch.zeros(())
+        layers = list(enumerate([*dense, *experts]))
+        for number, layer in layers if world.rank < world.size // 2 else reversed(layers):
+            loss = loss + layer(torch.full((1, 4), 2.0**number)).sum()
+        loss.backward()
+        for number, parameter in enumerate(model.parameters()):
+            expected = 2.0**number * (expert_group if number > 3 else group).size
+            if reducer.shards[0] is None:
+                assert parameter.grad.unique().tolist() == [expected]
+        for bucket, own in zip(reducer.buckets, reducer.shards, strict=True):
+            size = (expert_group if bucket.expert else group).size
+            assert own is None or own.unique().tolist() == [2.0 ** bucket.slots[0].index * size]
+
+
+@ranks(2)
+@pytest.mark.parametrize("shards", [False, True])
+def test_messages_of_both_kinds_over_the_same_ranks_do_not_cross(shards):
+    _both_kinds(_world(), _world(), shards=shards, keep_full=not shards)
+
+
+@ranks(4)
+@pytest.mark.parametrize("shards", [False, True])
+def test_ranks_do_not_wait_for_each_other_across_kinds(shards):
+    mesh = Mesh(dp=4, ep=2, timeout=timedelta(seconds=20))
+    groups = mesh.group("dp"), mesh.expert.group("edp")
+    _both_kinds(*groups, shards=shards, keep_full=not shards)
 
 
 class _Slow(torch.autograd.Function):
