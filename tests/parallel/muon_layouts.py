@@ -20,7 +20,7 @@ from megablocks_core.groups import (
 )
 
 SHAPES = {
-    "qkv": (16, 6),  # packed: eight rows of queries, four of keys and four of values
+    "qkv": (16, 4),  # packed: eight rows of queries, four of keys and four of values
     "up": (10, 6),
     "down": (6, 12),
     "wide": (4, 10),  # cut along its shorter dimension
