@@ -49,8 +49,8 @@ class _Part:
 
 def _late():
     host = HostStates()
-    host._buffers.copies = _LateCopies()
-    return host, host.copies
+    copies = host._buffers.copies = _LateCopies()
+    return host, copies
 
 
 def test_three_rounds_change_what_they_change():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megablocks_core.groups import LOCAL, Group, Mesh
@@ -28,7 +29,7 @@ class _Bytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::").strip("_")
-            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if type(x) is torch.Tensor]
+            tensors = [x for x in pytree.tree_leaves(args) if type(x) is torch.Tensor]
             self.sent.setdefault(name, []).append(max(x.nbytes for x in tensors))
         return result
 
