@@ -7,6 +7,7 @@ modules in ``state`` know those of the parameter.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -31,16 +32,30 @@ class LogicalField(NamedTuple):
     flat: tuple[int, int] | None = None
 
 
+class LogicalGroup(NamedTuple):
+    """A parameter group.
+
+    Attributes:
+        parameters: Its members.
+        options: JSON values that are equal on all ranks: hyperparameters.
+    """
+
+    parameters: Sequence[Tensor]
+    options: Mapping[str, Any]
+
+
 class LogicalState(NamedTuple):
     """All that an optimizer on this rank holds.
 
     Attributes:
         fields: Its tensors; those that ``load`` is to fill must be there before the first step.
         values: JSON values that are equal on all ranks: hyperparameters, counters.
+        groups: The parameter groups of a ``TorchLikeOptimizer``.
     """
 
     fields: list[LogicalField]
     values: Any = None
+    groups: Sequence[LogicalGroup] | None = None
 
 
 @runtime_checkable
@@ -53,4 +68,26 @@ class LogicalOptimizer(Protocol):
 
     def load_logical_values(self, values: Any) -> None:
         """Take over saved values; called after all tensors were filled."""
+        ...
+
+
+@runtime_checkable
+class TorchLikeOptimizer(LogicalOptimizer, Protocol):
+    """An optimizer that keeps what a torch optimizer keeps: each loads what the other saved.
+
+    Its fields have the names and shapes of torch's, and are there once a parameter was stepped.
+    One named "master" is a copy of the weights of higher precision, which torch's do not want.
+    """
+
+    def logical_targets(self) -> list[LogicalField]:
+        """Memory for each field that may be stored; what is not stored stays as it is."""
+        ...
+
+    def load_logical_groups(
+        self, options: Sequence[Mapping[str, Any] | None], filled: Sequence[bool]
+    ) -> None:
+        """Take over the saved options of each parameter group, and the targets that were filled.
+
+        Called before ``load_logical_values``, which gets ``None`` from a torch optimizer.
+        """
         ...

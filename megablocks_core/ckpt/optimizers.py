@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.ckpt.json_values import check_json
-from megablocks_core.ckpt.logical import LogicalOptimizer
+from megablocks_core.ckpt.logical import LogicalField, LogicalOptimizer, TorchLikeOptimizer
 from megablocks_core.ckpt.shares import Name, Share, flat_shares, number_shares, tensor_shares
 from megablocks_core.groups import Group, Specs, logical_tensors, whole_shape
+
+MASTER = "master"  # the field that holds weights, in a higher precision
 
 
 class Owner:
@@ -160,14 +162,33 @@ def torch_entry(
 def logical_entry(
     entry: str, optimizer: LogicalOptimizer, owners: Mapping[int, Owner], group: Group
 ) -> tuple[list[Share], dict[str, Any]]:
-    """The tensors of an optimizer that publishes its state, and its JSON values."""
+    """The tensors of an optimizer that publishes its state, and its JSON values.
+
+    Those of a torch-like one are a torch optimizer's, beside what it calls values itself.
+    """
     state = optimizer.logical_state()
     check_json(state.values, f"state[{entry!r}]")
+    value: dict[str, Any] = {"values": state.values}
+    if isinstance(optimizer, TorchLikeOptimizer):
+        groups = []
+        for index, (parameters, options) in enumerate(state.groups or ()):
+            check_json(options, f"state[{entry!r}].param_groups[{index}]")
+            mine = [owner_of(entry, parameter, owners) for parameter in parameters]
+            names = [name for owner in mine for name in owner.names]
+            groups.append({"names": names, "values": dict(options)})
+        value |= {"param_groups": groups, "state": {}}
+    return field_shares(entry, state.fields, owners, group), value
+
+
+def field_shares(
+    entry: str, fields: Sequence[LogicalField], owners: Mapping[int, Owner], group: Group
+) -> list[Share]:
+    """The shares of what an optimizer publishes."""
     shares: list[Share] = []
-    for parameter, field, tensor, flat in state.fields:
+    for parameter, field, tensor, flat in fields:
         owner = owner_of(entry, parameter, owners)
         shares += owner.shares(entry, field, tensor, group, flat)
-    return shares, {"values": state.values}
+    return shares
 
 
 def group_tensor(entry: str, index: int, key: str) -> Name:
@@ -184,8 +205,11 @@ def merge_optimizer(entry: str, values: Sequence[dict[str, Any]]) -> dict[str, A
     """
     what = f"state[{entry!r}]"
     merged: dict[str, Any] = {"param_groups": [], "state": {}}
+    if "values" in values[0]:
+        merged["values"] = values[0]["values"]
     homes: dict[str, int] = {}
     for rank, value in enumerate(values):
+        _check_equal(what, values[0].get("values"), value.get("values"), rank)
         groups = value["param_groups"]
         if len(groups) != len(values[0]["param_groups"]):
             raise ValueError(

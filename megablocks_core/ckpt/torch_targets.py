@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megablocks_core.ckpt.manifest import DTYPES, Manifest, StoredAs
-from megablocks_core.ckpt.optimizers import Owner, group_tensor, grouped_owners
+from megablocks_core.ckpt.optimizers import MASTER, Owner, group_tensor, grouped_owners
+from megablocks_core.ckpt.saved_groups import SavedGroups
 from megablocks_core.ckpt.shares import Piece, Share, tensor_shares
 from megablocks_core.groups import Group
 
@@ -47,27 +48,19 @@ class TorchTarget:
         self._entry, self._optimizer, self._group = entry, optimizer, group
         self._saved, self._manifest = saved, manifest
         self.shares: list[Share] = []
-        self.missing: list[str] = []
-        self.asked: set[str] = set()
-        self.faults: list[str] = []
         # Numbers of stacks: one for each tensor in the stack, which must be equal.
         self._numbers: list[tuple[str, Tensor, Tensor]] = []
         self._fields: dict[int, dict[str, Any]] = {}
         self._groups: list[dict[str, Any]] = []
         stored = _by_parameter(entry, manifest)
-        homes = self._homes()
-        taken: dict[int, int] = {}
+        members = grouped_owners(entry, optimizer, owners)
+        homes = SavedGroups(entry, saved["param_groups"], members)
+        self.missing, self.asked, self.faults = homes.missing, homes.asked, homes.faults
         number = 0
-        for index, members in enumerate(grouped_owners(entry, optimizer, owners)):
-            home = self._home(index, members, homes)
-            if members and home is not None and taken.setdefault(home, index) != index:
-                self.faults.append(
-                    f"{entry} has two parameter groups, {taken[home]} and {index}, of what was "
-                    "saved as one"
-                )
-            values = self._hyperparameters(index, home)
-            self._groups.append({**values, "params": list(range(number, number + len(members)))})
-            for owner in members:
+        for index, mine in enumerate(members):
+            values = self._hyperparameters(index, homes)
+            self._groups.append({**values, "params": list(range(number, number + len(mine)))})
+            for owner in mine:
                 fields = self._state(owner, stored)
                 if fields:
                     self._fields[number] = fields
@@ -94,38 +87,11 @@ class TorchTarget:
                 if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                     loaded[key] = value.to(loaded[key].device)
 
-    def _homes(self) -> dict[str, int]:
-        """The saved group of each parameter."""
-        return {
-            name: index
-            for index, group in enumerate(self._saved["param_groups"])
-            for name in group["names"]
-        }
-
-    def _home(self, index: int, members: list[Owner], homes: Mapping[str, int]) -> int | None:
-        """The saved group whose hyperparameters a group gets: that of its parameters."""
-        found: dict[int, str] = {}
-        for owner in members:
-            for name in owner.names:
-                if name in homes:
-                    self.asked.add(f"{self._entry}/{name}")
-                    found.setdefault(homes[name], name)
-                else:
-                    self.missing.append(f"{self._entry}/{name}")
-        if len(found) > 1:
-            self.faults.append(
-                f"{self._entry} has one parameter group, {index}, of what was saved as several: "
-                f"{list(found.values())}"
-            )
-        if not members and index < len(self._saved["param_groups"]):
-            return index
-        return min(found, default=None)
-
-    def _hyperparameters(self, index: int, home: int | None) -> dict[str, Any]:
-        current = self._optimizer.param_groups[index]
-        if home is None:
+    def _hyperparameters(self, index: int, homes: SavedGroups) -> dict[str, Any]:
+        current, home = self._optimizer.param_groups[index], homes.homes[index]
+        values = homes.options(index)
+        if home is None or values is None:
             return {key: value for key, value in current.items() if key != "params"}
-        values = dict(self._saved["param_groups"][home]["values"])
         for key, value in current.items():
             if isinstance(value, tuple) and isinstance(values.get(key), list):
                 values[key] = tuple(values[key])
@@ -143,6 +109,7 @@ class TorchTarget:
         tensors: dict[str, StoredAs] = {}
         for name in [owner.name, *owner.names]:
             tensors |= stored.get(name, {})
+        tensors.pop(MASTER, None)
         for field, one in tensors.items():
             tensor = self._tensor(owner, field, one)
             fields[field] = tensor

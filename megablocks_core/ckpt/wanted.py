@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
+from itertools import chain, compress
 from typing import Any
 
 import torch
 from torch import nn
 
 from megablocks_core.ckpt.entries import kind_of
-from megablocks_core.ckpt.logical import LogicalOptimizer
+from megablocks_core.ckpt.logical import LogicalOptimizer, TorchLikeOptimizer
 from megablocks_core.ckpt.manifest import DTYPES, Manifest
-from megablocks_core.ckpt.optimizers import Owner, find_owners, owner_of
+from megablocks_core.ckpt.optimizers import (
+    MASTER,
+    Owner,
+    field_shares,
+    find_owners,
+    owner_of,
+)
+from megablocks_core.ckpt.saved_groups import SavedGroups
 from megablocks_core.ckpt.shares import Name, Share, joined, tensor_shares
 from megablocks_core.ckpt.torch_targets import TorchTarget
 from megablocks_core.groups import Group, logical_tensors
@@ -74,6 +82,8 @@ class Wanted:
             self._want(tensor_shares(Name(name, name), value, (), group=self._group))
         elif kind == "json":
             self._values[name] = entry["value"]
+        elif isinstance(value, TorchLikeOptimizer):
+            self._torch_like(name, value, entry["value"], owners)
         elif isinstance(value, LogicalOptimizer):
             self._logical(name, value, entry["value"], owners)
         elif "param_groups" not in entry["value"]:
@@ -110,6 +120,42 @@ class Wanted:
         self._want(target.shares)
         self._finish.append(target.finish)
 
+    def _torch_like(
+        self,
+        entry: str,
+        optimizer: TorchLikeOptimizer,
+        saved: dict[str, Any],
+        owners: dict[int, Owner],
+    ) -> None:
+        """Want what is stored of each field that the optimizer may have."""
+        if "param_groups" not in saved:
+            self.faults.append(f"{entry} is as a torch optimizer, saved by one of another kind")
+            return
+        if saved["state"]:
+            self.faults.append(f"{entry} was saved with numbers, which must be tensors here")
+        groups = optimizer.logical_state().groups or ()
+        members = [[owner_of(entry, one, owners) for one in mine] for mine, _ in groups]
+        homes = SavedGroups(entry, saved["param_groups"], members)
+        self.faults += homes.faults
+        self.missing += homes.missing
+        self.asked |= homes.asked
+        targets = optimizer.logical_targets()
+        found = [field_shares(entry, [target], owners, self._group) for target in targets]
+        filled = [all(share.name in self._manifest.tensors for share in part) for part in found]
+        self._want(joined(chain(*compress(found, filled))))
+        # A parameter was stepped before it was saved, and has all fields, or it has none.
+        stepped = {id(one) for one, field, *_ in compress(targets, filled) if field != MASTER}
+        for (parameter, field, *_), part, there in zip(targets, found, filled, strict=True):
+            if id(parameter) in stepped and field != MASTER and not there:
+                self.missing += [share.name for share in part]
+
+        def finish() -> None:
+            options = [homes.options(index) for index in range(len(members))]
+            optimizer.load_logical_groups(options, filled)
+            optimizer.load_logical_values(saved.get("values"))
+
+        self._finish.append(finish)
+
     def _logical(
         self,
         entry: str,
@@ -117,14 +163,11 @@ class Wanted:
         saved: dict[str, Any],
         owners: dict[int, Owner],
     ) -> None:
-        if "values" not in saved:
+        if "param_groups" in saved:
             self.faults.append(f"{entry} publishes logical_state(), saved by a torch optimizer")
             return
-        shares: list[Share] = []
-        for parameter, field, tensor, flat in optimizer.logical_state().fields:
-            owner = owner_of(entry, parameter, owners)
-            shares += owner.shares(entry, field, tensor, self._group, flat)
-        self._want(joined(shares))
+        fields = optimizer.logical_state().fields
+        self._want(joined(field_shares(entry, fields, owners, self._group)))
         self._finish.append(lambda: optimizer.load_logical_values(saved["values"]))
 
     def _want(self, shares: list[Share]) -> None:
@@ -175,6 +218,7 @@ def unexpected(manifest: Manifest, asked: set[str], wanted: set[str]) -> list[st
             name not in wanted
             and name.partition("/")[0] in asked
             and name.rpartition("/")[0] not in unused
+            and not (name.endswith(f"/{MASTER}") and name.rpartition("/")[0] in asked)
         ):
             found.append(name)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megablocks_core.parallel.elementwise import Kept
 from megablocks_core.parallel.optimizer_pieces import MasterPiece, Piece
+from megablocks_core.parallel.published import Field
 
 _MASTER, _STARTED = "master", "started"
 
@@ -52,18 +53,26 @@ class PieceState:
         """Whether the optimizer has any state of the piece."""
         return any(value is not None for value in self._state.values())
 
-    def fields(self) -> list[tuple[Tensor, str, Tensor, tuple[int, int] | None]]:
-        """(parameter, field, tensor, range) of each field, as checkpoints take them."""
+    def fields(self) -> list[Field]:
+        """(parameter, field, tensor, range) of what there is, as checkpoints take it."""
+        there = self.started or self._kept.at_once
+        return [field for field in self.targets() if field[1] == _MASTER or there]
+
+    def targets(self) -> list[Field]:
+        """The same of what there may be."""
         whole = (self.piece.start, self.piece.stop)
         return [
             (self.piece.parameter, name, tensor, whole if tensor.dim() else None)
             for name, tensor in self.tensors.items()
+            if name != _STARTED
         ]
 
-    def take_over(self) -> None:
-        """The tensors were filled: they are the optimizer's state now."""
+    def take_over(self, filled: Iterable[str] | None = None) -> None:
+        """The tensors were filled, all or those named: they are the optimizer's state now."""
         if not self._kept.fields:
             return
+        if filled is not None:
+            self.tensors[_STARTED].fill_(bool(set(filled) - {_MASTER}))
         if not self.tensors[_STARTED] and not self._kept.at_once:
             self._state.clear()
             return
@@ -134,15 +143,12 @@ def check_options(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[s
         )
 
 
-def set_options(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give parameter groups saved options.
-
-    Raises:
-        ValueError: Their numbers differ; nothing was changed.
-    """
-    check_options(groups, saved)
+def set_options(
+    groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any] | None]
+) -> None:
+    """Give each parameter group its saved options, if it has any."""
     for group, options in zip(groups, saved, strict=True):
-        for key, value in options.items():
+        for key, value in (options or {}).items():
             now = group.get(key)
             if isinstance(now, Tensor):
                 now.fill_(value)

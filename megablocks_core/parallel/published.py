@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,10 +19,13 @@ class Published(NamedTuple):
         fields: (parameter, field, tensor, range). Without a range the tensor is cut as the
             parameter is, or is a number; with one it holds those elements of the parameter.
         values: JSON, equal on all ranks.
+        groups: Of what keeps a torch optimizer's state, the members and the options (JSON) of
+            each parameter group.
     """
 
     fields: list[Field]
     values: Any = None
+    groups: Sequence[tuple[Sequence[Tensor], dict[str, Any]]] | None = None
 
 
 def cut_alike(memory: Tensor, parameter: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ Each rank keeps the state of a part of all weights, steps that part, and sends i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +32,9 @@ from megablocks_core.parallel.optimizer_state import (
     without_members,
 )
 from megablocks_core.parallel.parameter_gathers import ParameterGathers
+from megablocks_core.parallel.published import Field, Published
 from megablocks_core.parallel.reducer import BUCKET_BYTES, Reducer, check_arguments
 from megablocks_core.parallel.replicas import check_replicas
-
-
-class Published(NamedTuple):
-    """A state by parameter, as ``ckpt`` saves and loads it.
-
-    Attributes:
-        fields: (parameter, field, tensor, range of its elements or ``None`` for a number).
-        values: JSON, equal on all ranks.
-    """
-
-    fields: list[tuple[Tensor, str, Tensor, tuple[int, int] | None]]
-    values: dict[str, Any]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -229,29 +218,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return clip_grad_norm_(whole, max_norm, norm_type=norm_type, pp=pp)
 
     def logical_state(self) -> Published:
-        """All that this rank keeps, by parameter and range: what ``ckpt`` saves and fills.
+        """All that this rank keeps, by parameter and range, under a torch optimizer's names.
 
-        Fields are those of the optimizer, "started" (whether a parameter was ever stepped), and
-        "master" of 16-bit weights. They are there before the first step.
+        ``ckpt`` saves it so that a torch optimizer can load it, and this one a torch optimizer's.
+        "master" is the copy of 16-bit weights.
         """
         self._settle()
+        fields = [field for state in self._states().values() for field in state.fields()]
+        groups = [(group["params"], plain_options(group)) for group in self.param_groups]
+        return Published(fields, {"steps": self._steps}, groups)
+
+    def logical_targets(self) -> list[Field]:
+        """Memory for all fields that there may be, also before the first step."""
+        self._settle()
         self._publishing = list(self._states().values())
-        fields = [field for state in self._publishing for field in state.fields()]
-        groups = [plain_options(group) for group in self.param_groups]
-        return Published(fields, {"steps": self._steps, "param_groups": groups})
+        return [field for state in self._publishing for field in state.targets()]
 
-    def load_logical_values(self, values: Mapping[str, Any]) -> None:
-        """Take over what was saved, after the tensors of ``logical_state`` were filled.
-
-        Raises:
-            ValueError: It has another number of parameter groups.
-        """
-        set_options(self.param_groups, values["param_groups"])
-        self._steps = values["steps"]
+    def load_logical_groups(
+        self, options: Sequence[Mapping[str, Any] | None], filled: Sequence[bool]
+    ) -> None:
+        """Take over the options of each parameter group, and the targets that were filled."""
+        set_options(self.param_groups, options)
+        flags = iter(filled)
         for state in self._publishing:
-            state.take_over()
+            state.take_over([name for _, name, _, _ in state.targets() if next(flags)])
         self._publishing = []
         self._loaded()
+
+    def load_logical_values(self, values: Mapping[str, Any] | None) -> None:
+        """Take over the count of steps, which stochastic rounding goes by."""
+        if values is not None:
+            self._steps = values["steps"]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for the same rank in the same layout.
