@@ -1,5 +1,7 @@
 """Tensors wait on the host; each part finds its own, and what it changed is kept."""
 
+from typing import Any
+
 import torch
 
 from megablocks_core.parallel.host_states import HostStates, Place
@@ -49,7 +51,8 @@ class _Part:
 
 def _late():
     host = HostStates()
-    copies = host._buffers.copies = _LateCopies()
+    copies: Any = _LateCopies()
+    host._buffers.copies = copies
     return host, copies
 
 
