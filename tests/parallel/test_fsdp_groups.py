@@ -1,5 +1,7 @@
 """What travels, over which ranks, in how many messages."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,17 +44,18 @@ def test_groups_that_were_closed_are_not_remembered():
     for _ in range(2):
         mesh = Mesh(tp=2, dp=2)
         group = mesh.group("dp")
-        net = fully_shard(nn.Linear(4, 4), group=group)
+        net: Any = fully_shard(nn.Linear(4, 4), group=group)
         for parameter in net.parameters():
-            parameter.grad = torch.full_like(parameter, 1.0)
-            assert parameter.grad.device_mesh.get_group().group_name == group.name
+            gradient: Any = torch.full_like(parameter, 1.0)
+            parameter.grad = gradient
+            assert gradient.device_mesh.get_group().group_name == group.name
         torch.optim.AdamW(net.parameters()).step()
         assert gather_whole(net)["weight"].shape == (4, 4)
         mesh.close()
 
 
 def _net():
-    net = nn.Sequential()
+    net: Any = nn.Sequential()
     net.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
     net.head = nn.Linear(6, 6, bias=False)
 
@@ -77,7 +80,7 @@ def test_messages_of_a_step():
     group = Mesh().group("dp")
     # The root's own weight is gathered once; the others' again in backward, if they were freed.
     for reshard, gathers in ((True, 4 + 3), (False, 4)):
-        net = fully_shard(_net(), group=group, reshard=reshard)
+        net: Any = fully_shard(_net(), group=group, reshard=reshard)
         messages = {"_allgather_base_": gathers, "all_to_all_single": 4, "all_reduce": 1}
         assert _counts(net) == messages
 
@@ -86,14 +89,14 @@ def test_messages_of_a_step():
 def test_what_a_rank_holds_is_its_share():
     """Padded to equal slices: N ranks hold ceil(rows / N) rows each in memory."""
     group = Mesh().group("dp")
-    net = fully_shard(nn.Linear(8, 5), group=group)
+    net: Any = fully_shard(nn.Linear(8, 5), group=group)
     for parameter in net.parameters():
         local = parameter.to_local()
         row = parameter.numel() // 5 * parameter.itemsize
         assert local.shape[0] == (3, 2)[group.rank]
         assert local.untyped_storage().nbytes() == 3 * row
     net(torch.ones(1, 8)).sum().backward()
-    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer: Any = torch.optim.AdamW(net.parameters())
     optimizer.step()
     for parameter in net.parameters():
         for tensor in (parameter.grad, *list(optimizer.state[parameter].values())[1:]):

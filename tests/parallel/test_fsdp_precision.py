@@ -1,5 +1,7 @@
 """Who computes and who reduces in how many bits."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -73,7 +75,8 @@ def in_bf16(net, x):
 def test_patterns_stay_float32_and_reduced_gradients_are_the_float32_mean():
     group = Mesh().group("dp")
     torch.manual_seed(0)
-    net, twin = Net(), Net()
+    net: Any = Net()
+    twin = Net()
     twin.load_state_dict(net.state_dict())
     fully_shard(net, group=group, precision=KEEP)
     xs = torch.randn(2, 3, 8)
@@ -107,7 +110,7 @@ def test_micro_batches_are_summed_in_float32_whichever_parameter_each_used():
         def forward(self, x, name):
             return (getattr(self, name) * x).sum()
 
-    net = fully_shard(Two(), group=group, precision=PrecisionPolicy())
+    net: Any = fully_shard(Two(), group=group, precision=PrecisionPolicy())
     xs = torch.rand(64, 2, 300).to(BF16)
     for micro, pair in enumerate(xs):
         name = "ab"[micro % 2] if micro < 63 else "b"
@@ -137,7 +140,7 @@ def test_gradients_of_16_bit_parameters_are_reduced_in_float32_over_eight_ranks(
 def _assert_rounded_once():
     """Over ranks and micro-batches together."""
     group = Mesh().group("dp")
-    net = fully_shard(nn.Linear(50, 40, bias=False).bfloat16(), group=group)
+    net: Any = fully_shard(nn.Linear(50, 40, bias=False).bfloat16(), group=group)
     torch.manual_seed(1)
     xs = torch.randn(5, group.size, 1, 50).to(BF16)
     for x in xs[1:]:

@@ -1,5 +1,7 @@
 """An order knows places and successors; units gather the next one early from the second step on."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -44,7 +46,7 @@ class Crooked(nn.Module):
 
 @ranks(2)
 def test_units_prefetch_in_the_order_of_the_first_step():
-    net = fully_shard(Crooked(), group=Mesh().group("dp"))
+    net: Any = fully_shard(Crooked(), group=Mesh().group("dp"))
 
     def told(name):
         states = [unit._get_fsdp_state() for unit in (*net.layers, net)]
@@ -68,6 +70,6 @@ def test_units_prefetch_in_the_order_of_the_first_step():
 
 @ranks(2)
 def test_without_prefetch_nothing_is_told():
-    net = fully_shard(Crooked(), group=Mesh().group("dp"), prefetch=False)
+    net: Any = fully_shard(Crooked(), group=Mesh().group("dp"), prefetch=False)
     net(torch.ones(2, 4)).sum().backward()
     assert not any(unit._get_fsdp_state()._states_to_forward_prefetch for unit in net.layers)

@@ -2,13 +2,14 @@
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megablocks_core.groups import LOCAL, Mesh, ShardSpec, gather_whole, mark, marks
-from megablocks_core.parallel import fully_shard, no_sync
+from megablocks_core.groups import LOCAL, Mesh, ShardSpec, gather_whole, mark, marks, whole_tensor
+from megablocks_core.parallel import PrecisionPolicy, fully_shard, no_sync
 from megablocks_core.testing import ranks
 
 
@@ -43,7 +44,7 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("backward")
 
 
-def sharded(**options):
+def sharded(**options) -> Any:
     """A net on all ranks, its twin in one process, and the tokens."""
     group = Mesh().group("dp")
     torch.manual_seed(0)
@@ -59,7 +60,7 @@ def assert_equal_gradients(net, twin):
         other = wanted[name].grad
         assert (parameter.grad is None) == (other is None), name
         if other is not None:
-            gradient = parameter.grad.full_tensor()
+            gradient = whole_tensor(parameter.grad, ())
             torch.testing.assert_close(gradient, other, rtol=0, atol=1e-12, msg=name)
 
 
@@ -213,8 +214,21 @@ def test_frozen_then_unfrozen(dtype):
             assert net.layers[0].weight.grad.dtype == dtype
 
 
+@ranks(2)
+def test_unfrozen_under_a_policy_gradients_are_as_wide_as_their_parameters():
+    net, _, own_x, _ = sharded(precision=PrecisionPolicy())
+    net.layers[0].requires_grad_(False)
+    net(own_x).sum().backward()
+    net.layers[0].requires_grad_(True)
+    net(own_x).sum().backward()
+    assert net.layers[0].weight.grad.dtype == net.layers[0].weight.dtype
+
+
 class Alone(nn.Module):
     """A dense layer and an expert that no other rank holds."""
+
+    dense: Any
+    expert: Any
 
     def __init__(self, group):
         super().__init__()

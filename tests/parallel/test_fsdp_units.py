@@ -1,5 +1,7 @@
 """Every parameter belongs to one unit, and no two units share one."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,10 @@ from megablocks_core.parallel.fsdp_units import plan_units
 
 class Net(nn.Module):
     """An embedding, four blocks of two layers, a head."""
+
+    layers: Any
+    embed: Any
+    head: Any
 
     def __init__(self):
         super().__init__()

@@ -250,7 +250,7 @@ def test_compiled_units_have_the_gradients_of_one_process():
     group = Mesh().group("dp")
     torch.manual_seed(0)
     twin = Untied().double()
-    net = Untied().double()
+    net: Any = Untied().double()
     net.load_state_dict(twin.state_dict())
     for layer in net.layers:
         layer.compile(backend="aot_eager")
