@@ -9,8 +9,10 @@ from megablocks_core.ckpt.loading import LoadReport as LoadReport
 from megablocks_core.ckpt.loading import load as load
 from megablocks_core.ckpt.local_tier import LocalTier as LocalTier
 from megablocks_core.ckpt.logical import LogicalField as LogicalField
+from megablocks_core.ckpt.logical import LogicalGroup as LogicalGroup
 from megablocks_core.ckpt.logical import LogicalOptimizer as LogicalOptimizer
 from megablocks_core.ckpt.logical import LogicalState as LogicalState
+from megablocks_core.ckpt.logical import TorchLikeOptimizer as TorchLikeOptimizer
 from megablocks_core.ckpt.manifest import CheckpointError as CheckpointError
 from megablocks_core.ckpt.newest import latest as latest
 from megablocks_core.ckpt.newest import load_latest as load_latest
