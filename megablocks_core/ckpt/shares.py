@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from megablocks_core.ckpt.boxes import (
     moved,
 )
 from megablocks_core.ckpt.outlines import Outline
-from megablocks_core.groups import Group, Segment, ShardSpec, own_slices, whole_shape
+from megablocks_core.groups import Group, ShardSpec, own_slices, whole_shape
 from megablocks_core.groups.cuts import Box
+from megablocks_core.groups.placements import is_dtensor, local, placement_specs
 from megablocks_core.groups.stacks import separate_name
 
 
@@ -96,14 +97,14 @@ def tensor_shares(
         whole: As in ``Share``.
 
     Raises:
-        ValueError: The tensor is on meta, a rank outside ``group`` holds a part of it, or its
-            placements are not served.
+        ValueError: The tensor is on meta or sparse, a rank outside ``group`` holds a part of it,
+            or its placements are not served.
     """
     _check_ranks(name, specs, group)
-    local, placed = _placed(name, tensor, group)
-    _check_memory(name, local)
+    _check_memory(name, tensor)
+    held, placed = _placed(name, tensor, group)
     shape = whole_shape(tuple(tensor.shape), specs)
-    pieces = [Piece(box, local[mine]) for box, mine in own_slices((*specs, *placed), shape)]
+    pieces = [Piece(box, held[mine]) for box, mine in own_slices((*specs, *placed), shape)]
     return _apart(name, tensor.dtype, shape, pieces, specs, whole=whole)
 
 
@@ -193,6 +194,8 @@ def _contains(outer: Box, box: Box) -> bool:
 def _check_memory(name: Name, tensor: Tensor) -> None:
     if tensor.is_meta:
         raise ValueError(f"{name} is on meta; it must hold its values")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise ValueError(f"{name} of {tensor.layout} must be a dense tensor, one value an element")
 
 
 def _check_ranks(name: Name, specs: tuple[ShardSpec, ...], group: Group) -> None:
@@ -206,37 +209,26 @@ def _check_inside(name: Name, ranks: Iterable[int], group: Group) -> None:
         raise ValueError(f"group={group} must include the ranks {list(ranks)} that hold {name}")
 
 
-def _placed(name: Name, tensor: Any, group: Group) -> tuple[Tensor, tuple[ShardSpec, ...]]:
+def _placed(name: Name, tensor: Tensor, group: Group) -> tuple[Tensor, tuple[ShardSpec, ...]]:
     """The local tensor, and the cuts that a DTensor's placements make, as if they were marks."""
-    if not hasattr(tensor, "placements"):
+    if not is_dtensor(tensor):
         return tensor.detach(), ()
-    from torch.distributed.tensor import Partial
-
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
     if mesh.size() > 1:
         _check_inside(name, mesh.mesh.flatten().tolist(), group)
-    if coordinate is None or any(isinstance(one, Partial) for one in tensor.placements):
+    try:
+        specs = placement_specs(tensor)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    held, mine = local(tensor).detach(), tuple(tensor.shape)
+    for spec in specs:
+        mine = (*mine[: spec.dim], spec.held_length(mine[spec.dim]), *mine[spec.dim + 1 :])
+    if tuple(held.shape) != mine:
         raise ValueError(
-            f"{name}: placements={tensor.placements} must be shards and replicas, on a mesh with "
-            "this rank"
+            f"{name}: this rank must hold {mine} by placements={tensor.placements}, "
+            f"not {tuple(held.shape)}"
         )
-    specs, shape = [], list(tensor.shape)
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            continue
-        dim, size = placement.dim % len(shape), mesh.size(axis)
-        parts = getattr(placement, "split_factor", 1)
-        if parts > 1 and shape[dim] % (parts * size):
-            raise ValueError(
-                f"{name}: dim {dim} of length {shape[dim]} must divide evenly over {placement} "
-                f"of {size} ranks"
-            )
-        axis_group = Group(tuple(range(size)), rank=coordinate[axis])
-        segments = (Segment(shape[dim] // parts),) * parts
-        specs.append(ShardSpec(dim, axis_group, segments))
-        shape[dim] = specs[-1].held_length(shape[dim])
-    return tensor.to_local().detach(), tuple(specs)
+    return held, specs
 
 
 def _apart(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
-from megablocks_core.groups.cuts import Segment, ShardSpec
+from megablocks_core.groups.cuts import Segment, ShardSpec, chunk_slice
 from megablocks_core.groups.group import Group
 
 if TYPE_CHECKING:
@@ -29,11 +29,10 @@ def placement_specs(tensor: Tensor) -> tuple[ShardSpec, ...]:
     """The cuts over more than one rank that placements make, outermost first.
 
     They lie inside those of the marks. None for a plain tensor. A strided shard cuts each of
-    as many equal segments as it has strides.
+    as many segments as it has strides; the segments follow the rule of ``torch.chunk``.
 
     Raises:
-        ValueError: This rank is not in the mesh, or a placement is a sum that is not formed yet,
-            or a strided shard does not divide evenly.
+        ValueError: This rank is not in the mesh, or a placement is a sum that is not formed yet.
     """
     if not is_dtensor(tensor):
         return ()
@@ -47,12 +46,8 @@ def placement_specs(tensor: Tensor) -> tuple[ShardSpec, ...]:
             continue
         dim = placement.dim % len(shape)  # pyright: ignore[reportAttributeAccessIssue]
         parts = getattr(placement, "split_factor", 1)
-        if parts > 1 and shape[dim] % (parts * mesh.size(axis)):
-            raise ValueError(
-                f"dim {dim} of length {shape[dim]} must divide evenly over {placement} of "
-                f"{mesh.size(axis)} ranks"
-            )
-        segments = (Segment(shape[dim] // parts),) * parts
+        strides = (chunk_slice(shape[dim], parts, index) for index in range(parts))
+        segments = tuple(Segment(part.stop - part.start) for part in strides)
         specs.append(ShardSpec(dim, Group.of(mesh.get_group(axis)), segments))
         shape[dim] = specs[-1].held_length(shape[dim])
     return tuple(specs)

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megablocks_core import ckpt
 from megablocks_core.ckpt.entries import take_apart
@@ -22,7 +24,9 @@ from megablocks_core.groups import (
     logical_shape,
     mark,
     marks,
+    own_slices,
 )
+from megablocks_core.groups.placements import placement_specs
 from megablocks_core.testing import ranks
 from tests.ckpt.flat_optimizer import FlatAdam
 
@@ -283,3 +287,54 @@ def test_f156_two_buckets_of_nine_and_five_elements(tmp_path):
             numel = (9, 5)[bucket]
             assert torch.equal(whole[:numel], torch.arange(numel) + 9.0 * bucket)
             assert (whole[numel:] == -2).all()  # padding is as it was
+
+
+@ranks(4)
+@pytest.mark.parametrize("rows", [8, 6, 7, 5, 3, 13])
+def test_fsdp_over_torchs_tensor_parallelism_resumes_unevenly_cut(tmp_path, rows):
+    """Strided shards of torch, moments too: in one process, and at the same layout."""
+    world = Group.of(dist.group.WORLD)
+    whole, moments = _numbered("weight", (rows, 5)), _numbered("moments", (rows, 5))
+    state = _strided_state(rows, whole, moments)
+    ckpt.save(tmp_path / "a", state, group=world)
+
+    again = _strided_state(rows, torch.zeros(rows, 5), torch.zeros(rows, 5))
+    ckpt.load(tmp_path / "a", again, group=world)
+    for one in (state, again):
+        weight = one["model"].weight
+        assert torch.equal(weight.full_tensor(), whole)
+        for field in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(one["optimizer"].state[weight][field].full_tensor(), moments)
+
+    alone = nn.Linear(5, rows, bias=False)
+    optimizer = torch.optim.AdamW(alone.parameters())
+    ckpt.load(tmp_path / "a", {"model": alone, "optimizer": optimizer})
+    assert torch.equal(alone.weight, whole)
+    for field in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizer.state[alone.weight][field], moments)
+
+
+def _strided_state(rows, whole, moments):
+    """A layer cut by torch's tensor parallelism and FSDP, and an AdamW with given moments."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    layer = nn.Linear(5, rows, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallelize_module(layer, mesh["tp"], ColwiseParallel())
+        fully_shard(layer, mesh=mesh["dp"])
+    optimizer, weight = torch.optim.AdamW(layer.parameters(), lr=0.0), layer.weight
+    assert isinstance(weight, DTensor) and "_Strided" in repr(weight.placements)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    for field in ("exp_avg", "exp_avg_sq"):
+        kept = optimizer.state[weight][field].to_local()
+        for theirs, ours in own_slices(placement_specs(weight), (rows, 5)):
+            kept[ours] = moments[theirs]
+    return {"model": layer, "optimizer": optimizer}
+
+
+def _numbered(name, shape):
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator)

@@ -1,13 +1,19 @@
 """A DTensor's placements say the same cuts as marks."""
 
+import warnings
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megablocks_core.groups import own_slices
 from megablocks_core.groups.placements import is_dtensor, local, placement_specs
+from megablocks_core.parallel import clip_grad_norm_
 from megablocks_core.testing import ranks
 
 _PLACEMENTS = [
@@ -39,11 +45,39 @@ def test_what_they_cannot_say_is_refused():
     unsummed = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()])
     with pytest.raises(ValueError, match="must be shards and replicas"):
         placement_specs(unsummed)
-    odd = [_StridedShard(0, split_factor=2), Shard(0)]
-    shape, strides = torch.Size((6, 1)), (1, 1)
-    uneven = DTensor.from_local(torch.ones(1, 1), mesh, odd, shape=shape, stride=strides)
-    with pytest.raises(ValueError, match="must divide evenly"):
-        placement_specs(uneven)
+
+
+@ranks(4)
+@pytest.mark.parametrize("rows", [8, 6, 7, 5, 3, 13, 1])
+def test_fsdp_over_tensor_parallel_cuts_unevenly(rows):
+    """The strides of a strided shard differ in length, and some are empty."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole, gradient = torch.arange(5.0 * rows).view(rows, 5), torch.randn(rows, 5)
+    layer = nn.Linear(5, rows, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallelize_module(layer, mesh["tp"], ColwiseParallel())
+        fully_shard(layer, mesh=mesh["dp"])
+    weight, covered = layer.weight, 0
+    assert isinstance(weight, DTensor) and isinstance(weight.placements[0], _StridedShard)
+    cuts = own_slices(placement_specs(weight), (rows, 5))
+    share = torch.full_like(local(weight), torch.nan)
+    for theirs, ours in cuts:
+        assert torch.equal(local(weight)[ours], whole[theirs])
+        share[ours] = gradient[theirs]
+        covered += share[ours].numel()
+    assert covered == share.numel()
+    weight.grad = DTensor.from_local(
+        share, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+    )
+    norm = clip_grad_norm_(layer, 0.5)
+    torch.testing.assert_close(norm, gradient.double().norm(), rtol=1e-12, atol=0)
+    for theirs, ours in cuts:
+        torch.testing.assert_close(
+            local(weight.grad)[ours], gradient[theirs] * min(0.5 / (norm.float() + 1e-6), 1)
+        )
 
 
 def test_a_plain_tensor_is_not_cut():
