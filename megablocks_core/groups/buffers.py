@@ -18,6 +18,10 @@ from megablocks_core.groups.group import Group
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
+# Torch 2.13 renames them, and warns of the old names.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Handle:
     """A message under way. It holds the memory that the message reads and writes."""
@@ -59,7 +63,7 @@ def start_reduce_scatter_(own: Tensor, whole: Tensor, *, group: Group) -> Handle
     if group.size == 1:
         return Handle(None, own, whole, finish=lambda: own.copy_(whole))
     if whole.device.type != "cpu" and own.dtype == whole.dtype:
-        work = dist.reduce_scatter_tensor(own, whole, group=group.pg, async_op=True)
+        work = _reduce_scatter(own, whole, group=group.pg, async_op=True)
         return Handle(work, own, whole)
     # Gloo's reduce-scatter is an all-reduce, which sends twice as much.
     parts = whole.new_empty(group.size, own.numel())
@@ -74,7 +78,7 @@ def start_all_gather_(whole: Tensor, own: Tensor, *, group: Group) -> Handle:
     """
     if group.size == 1:
         return Handle(None, own, whole, finish=lambda: whole.copy_(own))
-    work = dist.all_gather_into_tensor(whole, own, group=group.pg, async_op=True)
+    work = _all_gather(whole, own, group=group.pg, async_op=True)
     return Handle(work, own, whole)
 
 

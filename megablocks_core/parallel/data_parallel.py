@@ -87,11 +87,15 @@ class DataParallel(nn.Module):
         self.register_load_state_dict_pre_hook(_with_step)
         self._plan(values=True)
 
-    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         if not self._communicates or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        if torch.compiler.is_compiling():  # what is hooked lies outside of any graph
+            return torch.compiler.disable(self._hooked, recursive=False)(*args, **kwargs)
+        return self._hooked(*args, **kwargs)
+
+    def _hooked(self, *args: Any, **kwargs: Any) -> Any:
         if self._watch is None or self._watch.has_changed():
             self._plan(values=False)
         reducer = self._reducer
