@@ -2,10 +2,10 @@
 
     python examples/demo.py
 
-Two ranks train tensor-parallel and are killed with SIGKILL; two data-parallel ranks go on from
-the last checkpoint; the model is exported to Hugging Face's format, compared with transformers
-where that is installed, and writes a few lines; a report tells the rest. Options are those of
-pretrain_gpt.py; the results lie in out/demo.
+Two ranks train tensor-parallel and are killed with SIGKILL; two data-parallel ranks, each with half
+of the optimizer's state, go on from the last checkpoint; the model is exported to Hugging Face's
+format, compared with transformers where that is installed, and writes a few lines; a report tells
+the rest. Other options are those of pretrain_gpt.py; the results lie in out/demo.
 """
 
 import argparse
@@ -39,27 +39,30 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--dp", type=int, default=2, help="ranks that go on")
+    parser.add_argument("--zero", type=int, default=1, choices=range(4), help="what they cut")
     options, others = parser.parse_known_args()
     if (options.out / "metrics.jsonl").exists():
         sys.exit(f"{options.out} holds a run already: name another folder with --out (OUT=)")
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
-        play(options.out, options.steps, others)
+        play(options, others)
     except KeyboardInterrupt:
         sys.exit("\nstopped")
 
 
-def play(out: Path, steps: int, others: list[str]) -> None:
+def play(options: argparse.Namespace, others: list[str]) -> None:
     """Train, kill, go on, compare and report; ``others`` are options of pretrain_gpt.py."""
+    out, steps, dp, zero = options.out, options.steps, str(options.dp), str(options.zero)
     others = ["--steps", str(steps), "--save-every", str(max(1, steps // 6)), *others]
     kill_at, compared = steps * 2 // 5, min(COMPARED, steps)
     began = time.monotonic()
 
     title(f"Two ranks, tensor parallel, killed after step {kill_at}")
     launch(2, out, "--tp", "2", "--stop-after", str(steps), *others, kill_at=kill_at)
-    title("Two ranks, data parallel, going on from the last checkpoint")
-    launch(2, out, "--tp", "1", *others)
+    title(f"Going on from the last checkpoint: data-parallel ranks {dp}, ZeRO stage {zero}")
+    launch(options.dp, out, "--dp", dp, "--zero", zero, *others)
     title(f"One process, {compared} steps, to compare with two")
     alone = out / "one-process"
     launch(1, alone, "--stop-after", str(compared), *others)

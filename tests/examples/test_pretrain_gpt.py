@@ -60,6 +60,18 @@ def test_four_ranks_train_the_golden_curve(layout, tmp_path):
     _train_on_ranks(layout, tmp_path)
 
 
+@ranks(2, timeout=240)
+def test_a_run_goes_from_one_layout_to_the_next_on_the_golden_curve(tmp_path):
+    modes = ["--zero=2", "--zero=3", "--tp=2", "--zero=1"]
+    if dist.get_rank() == 0:
+        words(tmp_path)
+    dist.barrier()
+    for step, mode in zip((5, 10, 15, 20), modes, strict=True):
+        run = run_here(tmp_path, mode, f"--stop-after={step}")
+    if dist.get_rank() == 0:
+        assert_golden(run, tolerance=1e-9)
+
+
 def _train_on_ranks(layout, folder):
     if dist.get_rank() == 0:
         words(folder)
