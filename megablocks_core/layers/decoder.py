@@ -344,7 +344,9 @@ class Decoder(nn.Module):
                 part = chunk_slice(num_tokens, self.tp.size, self.tp.rank)
                 own = slice(part.stop - part.start)
             return HiddenStates(hidden_tH[..., own, :], {})
-        logits_Tv = self.lm_head(hidden_tH)[..., :num_tokens, :]
+        logits_Tv = self.lm_head(hidden_tH)
+        if self.sequence_parallel:
+            logits_Tv = logits_Tv[..., :num_tokens, :]
         if gather_logits:
             logits_Tv = gather_features(logits_Tv, self.lm_head.spec)
         return DecoderOutput(logits_Tv, {})
