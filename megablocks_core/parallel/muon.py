@@ -123,7 +123,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(made, {})
         self._frozen = [(n, p) for n, p, _ in marks(module) if id(p) not in self._members]
         self.mode, self.newton_schulz = mode, newton_schulz
-        self._dealt = {False: _Dealt(group), True: _Dealt(expert_group)}
+        # From the other end, so that the dearest of both kinds do not meet on one rank.
+        self._dealt = {False: _Dealt(group), True: _Dealt(expert_group, from_last=True)}
         for expert, dealt in self._dealt.items():
             dealt.deal(*([m for m in self._of(a) if m.specs.expert == expert] for a in _FIELDS))
         for member in self._members.values():
@@ -288,8 +289,8 @@ class Muon(torch.optim.Optimizer):
 class _Dealt:
     """Whole parameters dealt out to the ranks of a group."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, *, from_last: bool = False) -> None:
+        self.group, self._from_last = group, from_last
         self._owners: dict[int, int] = {}
         self._parameters: list[Tensor] = []
 
@@ -304,7 +305,8 @@ class _Dealt:
             owners = owners_of([cost(member) for member in plain], self.group.size, loads=begun)
             for member, owner in zip(plain, owners, strict=True):
                 loads[owner] += _memory(member)
-                self._owners[id(member.parameter)] = owner
+                rank = self.group.size - 1 - owner if self._from_last else owner
+                self._owners[id(member.parameter)] = rank
                 self._parameters.append(member.parameter)
 
     def is_mine(self, member: Member) -> bool:
