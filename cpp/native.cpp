@@ -1,4 +1,5 @@
-// The Python module megablocks_core._native. Each function has a NumPy twin that says what it does.
+// The Python module megablocks_core._native. Each function has a twin, of NumPy or torch, that says
+// what it does.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -8,6 +9,7 @@
 #include "packing.hpp"
 #include "permutation.hpp"
 #include "sample_index.hpp"
+#include "softmax_blocks.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -18,6 +20,8 @@ template <typename Element>
 using Vector = nb::ndarray<Element, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename Element>
 using Pairs = nb::ndarray<Element, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+template <typename Element>
+using Matrix = nb::ndarray<Element, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void require(bool holds, const char* rule) {
     if (!holds) throw std::invalid_argument(rule);
@@ -119,6 +123,36 @@ void first_fit(Vector<const std::int64_t> lengths, std::int64_t capacity,
     megablocks::first_fit(lengths.data(), count, capacity, bins.data());
 }
 
+template <typename Logit>
+void softmax_sums(Matrix<const Logit> logits, Vector<const std::int64_t> targets,
+                  Matrix<float> out, std::int64_t threads) {
+    require_threads(threads);
+    require(targets.size() == logits.shape(1), "targets.size must be the number of tokens");
+    require((out.shape(0) == 3 || out.shape(0) == 4) && out.shape(1) == logits.shape(1),
+            "out must have 3 or 4 rows of tokens");
+    const auto columns = static_cast<std::int64_t>(logits.shape(0));
+    const auto tokens = static_cast<std::int64_t>(logits.shape(1));
+    const megablocks::Block<const Logit> block{logits.data(), columns, tokens};
+    nb::gil_scoped_release released;
+    megablocks::softmax_sums(block, targets.data(), tokens, out.data(), out.shape(0) == 4, threads);
+}
+
+template <typename Logit>
+void softmax_gradients(Matrix<Logit> logits, Vector<const std::int64_t> targets,
+                       Matrix<const float> terms, std::int64_t threads) {
+    require_threads(threads);
+    require(targets.size() == logits.shape(1), "targets.size must be the number of tokens");
+    require(terms.shape(0) == 4 && terms.shape(1) == logits.shape(1),
+            "terms must be 4 rows of tokens");
+    const auto columns = static_cast<std::int64_t>(logits.shape(0));
+    const auto tokens = static_cast<std::int64_t>(logits.shape(1));
+    const float* top = terms.data();
+    const megablocks::Terms rows{top, top + tokens, top + 2 * tokens, top + 3 * tokens};
+    const megablocks::Block<Logit> block{logits.data(), columns, tokens};
+    nb::gil_scoped_release released;
+    megablocks::softmax_gradients(block, targets.data(), tokens, rows, threads);
+}
+
 // One overload a token type. Arguments are never converted: `out` must be the caller's own array.
 template <typename... Tokens>
 void define_gather_tokens(nb::module_& m) {
@@ -142,6 +176,16 @@ void define_blend(nb::module_& m) {
      ...);
 }
 
+template <typename... Logits>
+void define_softmax(nb::module_& m) {
+    (m.def("softmax_sums", &softmax_sums<Logits>, "logits"_a.noconvert(), "targets"_a.noconvert(),
+           nb::kw_only(), "out"_a.noconvert(), "threads"_a = 1),
+     ...);
+    (m.def("softmax_gradients", &softmax_gradients<Logits>, "logits"_a.noconvert(),
+           "targets"_a.noconvert(), nb::kw_only(), "terms"_a.noconvert(), "threads"_a = 1),
+     ...);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -156,4 +200,5 @@ NB_MODULE(_native, m) {
           "low_bits"_a, "rows"_a, "size"_a, "out"_a.noconvert(), "threads"_a = 1);
     m.def("first_fit", &first_fit, "lengths"_a.noconvert(), nb::kw_only(), "capacity"_a,
           "bins"_a.noconvert());
+    define_softmax<float, std::int16_t>(m);
 }

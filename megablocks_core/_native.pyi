@@ -1,4 +1,4 @@
-"""What the extension offers; see cpp/native.cpp and the NumPy twins."""
+"""What the extension offers; see cpp/native.cpp and the twins."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,3 +48,21 @@ def blend(
 
 def first_fit(lengths: NDArray[np.int64], *, capacity: int, bins: NDArray[np.int64]) -> None:
     """Write the first bin that has room for each item, in the given order."""
+
+def softmax_sums(
+    logits: NDArray[np.float32 | np.int16],
+    targets: NDArray[np.int64],
+    *,
+    out: NDArray[np.float32],
+    threads: int = 1,
+) -> None:
+    """Write each token's numbers into the rows of ``out``; int16 are the bits of bfloat16."""
+
+def softmax_gradients(
+    logits: NDArray[np.float32 | np.int16],
+    targets: NDArray[np.int64],
+    *,
+    terms: NDArray[np.float32],
+    threads: int = 1,
+) -> None:
+    """Make gradients of logits, in their place; int16 are the bits of bfloat16."""

@@ -69,6 +69,16 @@ def keeps_logits(hidden: Tensor) -> bool:
     return hidden.device.type != "cpu" or not stays_narrow(hidden)
 
 
+def logits_dtype(head: Head, hidden: Tensor, wide: torch.dtype) -> torch.dtype:
+    """The narrowest dtype that logits have after their last rounding.
+
+    A CPU's products of 16-bit factors are rounded to 16 bits; nothing must be made of them then.
+    """
+    bare = head.bias is None and head.soft_cap is None
+    narrow = bare and wide == torch.float32 and not keeps_logits(hidden)
+    return hidden.dtype if narrow else wide
+
+
 def chunk_length(
     head: Head, columns: Columns, wide: torch.dtype, *, kept: bool, others: int = 0
 ) -> int:
@@ -92,7 +102,8 @@ class HeadLogits:
     """The logits of a head for one chunk after another, in memory that is used again.
 
     A chunk's are all there until the next one's come if ``kept``, else one block's alone. Those
-    of a column lie side by side: products that make them, and take them, are fastest so.
+    of a column lie side by side: products that make them, and take them, are fastest so. Their
+    ``dtype`` is ``wide`` without one.
     """
 
     def __init__(
@@ -103,6 +114,7 @@ class HeadLogits:
         chunks: Sequence[Chunk],
         *,
         kept: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.head, self.first, self.wide, self.kept = head, columns.first, wide, kept
         width, device = columns.own, head.weight.device
@@ -112,7 +124,7 @@ class HeadLogits:
             step = max(width, 1)
         self.blocks = [slice(at, min(at + step, width)) for at in range(0, max(width, 1), step)]
         self._logits = torch.empty(
-            (width if kept else min(step, width)) * longest, dtype=wide, device=device
+            (width if kept else min(step, width)) * longest, dtype=dtype or wide, device=device
         )
         self._slopes = None if head.soft_cap is None else torch.empty_like(self._logits)
         self.products = Products()

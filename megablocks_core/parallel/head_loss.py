@@ -16,6 +16,7 @@ from megablocks_core.parallel.chunked_head import (
     HeadLogits,
     chunk_length,
     keeps_logits,
+    logits_dtype,
     run_chunks,
     wide_dtype,
 )
@@ -54,6 +55,11 @@ class Formula(Protocol):
     @property
     def others(self) -> int:
         """How many things as large as a chunk's logits it takes beside them."""
+        ...
+
+    @property
+    def narrow(self) -> bool:
+        """Whether its criteria take bfloat16 logits on CPU."""
         ...
 
     def pointers(self, counts: Tensor) -> Pointers:
@@ -141,10 +147,11 @@ class HeadLoss(NamedTuple):
         cut = group if self.sequence_parallel else LOCAL
         kept = any(wanted) and keeps_logits(hidden)
         length = chunk_length(head, columns, wide, kept=kept, others=formula.others)
+        dtype = logits_dtype(head, hidden, wide) if formula.narrow else wide
         chunks = chunk_tokens(counts, length, cut=cut)
         losses, (dhidden, dweight, dbias) = run_chunks(
             hidden.reshape(-1, hidden.shape[-1]),
-            HeadLogits(head, columns, wide, chunks, kept=kept),
+            HeadLogits(head, columns, wide, chunks, kept=kept, dtype=dtype),
             formula.criteria(columns, wide, chunks, kept=kept, cut=cut),
             chunks,
             scale_N=scale.expand(counts.shape).reshape(-1),

@@ -13,9 +13,16 @@ from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group, check_group
 from megablocks_core.parallel.checks import check_targets, check_tensors
-from megablocks_core.parallel.chunked_head import Criterion, maxima, merge_exponentials
+from megablocks_core.parallel.chunked_head import Criterion, merge_exponentials
 from megablocks_core.parallel.chunked_loss import check_head, check_options, reduced_loss
 from megablocks_core.parallel.head_loss import HeadLoss, Pointers, one_operation
+from megablocks_core.parallel.softmax_blocks import (
+    Terms,
+    make_gradients_,
+    prepare_,
+    softmax_sums_,
+    takes_bfloat16,
+)
 from megablocks_core.parallel.token_chunks import Chunk
 from megablocks_core.parallel.vocabulary import Columns, refuse
 
@@ -110,6 +117,10 @@ class _Formula(NamedTuple):
 
     others = 0
 
+    @property
+    def narrow(self) -> bool:
+        return takes_bfloat16()
+
     @staticmethod
     def operation() -> Callable[..., Any]:
         return _operation
@@ -143,13 +154,11 @@ class _CrossEntropy(NamedTuple):
     whole: int
 
     def partial_(self, x_nb: Tensor, first: int) -> Tensor:
-        top_n, target_n = maxima(x_nb), self._target_logits(x_nb, first)
-        others = [target_n, x_nb.sum(-1)] if self.label_smoothing else [target_n]
-        self.prepare_(x_nb, first, top_n)
-        return torch.stack([top_n, x_nb.sum(-1), *others])
+        smoothed = bool(self.label_smoothing)
+        return softmax_sums_(x_nb, self.targets_n - first, all_logits=smoothed)
 
     def prepare_(self, x_nb: Tensor, first: int, top_n: Tensor) -> None:
-        x_nb.sub_(top_n.unsqueeze(-1)).exp_()
+        prepare_(x_nb, top_n)
 
     def merge(self, parts_Pkn: Tensor) -> Tensor:
         top_Pn, exp_Pn, *others_Pn = parts_Pkn.unbind(1)
@@ -169,24 +178,10 @@ class _CrossEntropy(NamedTuple):
         self, x_nb: Tensor, first: int, part_kn: Tensor, sums_kn: Tensor, scale_n: Tensor
     ) -> None:
         top_n, exp_n = sums_kn[:2]
-        factor_n = (part_kn[0] - top_n).exp_() * scale_n / exp_n
+        factor_n = scale_n / exp_n
         if self.z_loss:
             factor_n = factor_n * (1 + 2 * self.z_loss * (exp_n.log() + top_n))
-        x_nb.mul_(factor_n.unsqueeze(-1))
-        if self.label_smoothing:
-            x_nb.sub_((self.label_smoothing / self.whole * scale_n).unsqueeze(-1))
-        here_n, place_n = self._places(x_nb, first)
-        if x_nb.shape[-1]:
-            hit_n = torch.where(here_n, (self.label_smoothing - 1) * scale_n, 0.0)
-            x_nb.scatter_add_(-1, place_n.unsqueeze(-1), hit_n.unsqueeze(-1))
-
-    def _target_logits(self, x_nb: Tensor, first: int) -> Tensor:
-        here_n, place_n = self._places(x_nb, first)
-        if x_nb.shape[-1] == 0:
-            return x_nb.new_zeros(len(x_nb))
-        return torch.where(here_n, x_nb.gather(-1, place_n.unsqueeze(-1)).squeeze(-1), 0.0)
-
-    def _places(self, x_nb: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Whether each token's target is in this block, and a column to look at."""
-        index_n, width = self.targets_n - first, x_nb.shape[-1]
-        return (index_n >= 0) & (index_n < width), index_n.clamp(0, max(width - 1, 0))
+        smoothing = self.label_smoothing / self.whole
+        shift_n = smoothing * scale_n if self.label_smoothing else None
+        terms = Terms(top_n, factor_n, shift_n, (self.label_smoothing - 1) * scale_n)
+        make_gradients_(x_nb, self.targets_n - first, part_kn[0], terms)

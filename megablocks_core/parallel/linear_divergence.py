@@ -172,6 +172,7 @@ class _Stored(NamedTuple):
     temperature: float
 
     others = 0
+    narrow = False
 
     @staticmethod
     def operation() -> Callable[..., Any]:
@@ -216,6 +217,8 @@ class _Whole(NamedTuple):
     teacher: TeacherHead
     reverse: bool
     temperature: float
+
+    narrow = False
 
     @staticmethod
     def operation() -> Callable[..., Any]:
