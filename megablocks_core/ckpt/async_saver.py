@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any, Self
@@ -11,11 +12,15 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch import nn
 
+from megablocks_core.ckpt.arguments import short
 from megablocks_core.ckpt.entries import Entries, take_apart
+from megablocks_core.ckpt.file_names import check_files
 from megablocks_core.ckpt.host_copies import HostCopies
 from megablocks_core.ckpt.manifest import CheckpointError
+from megablocks_core.ckpt.places import above
+from megablocks_core.ckpt.retention import check_keep
 from megablocks_core.ckpt.saving import save_entries
-from megablocks_core.groups import LOCAL, Group, marks, together
+from megablocks_core.groups import LOCAL, Group, check_group, marks, together
 
 _OWN = "Mesh(timeout=timedelta(minutes=30)).group('dp') makes one of the whole world"
 
@@ -39,12 +44,16 @@ class AsyncSaver:
             raises on one rank is raised on all, as an error of the save is.
 
     Raises:
-        ValueError: ``group`` is the default process group, which training uses.
+        ValueError: ``group`` is none, or the default process group, which training uses, or
+            ``on_durable`` cannot be called.
     """
 
     def __init__(
         self, *, group: Group = LOCAL, on_durable: Callable[[str], None] = lambda _: None
     ) -> None:
+        check_group(group)
+        if not callable(on_durable):
+            raise ValueError(f"on_durable={short(on_durable)} must be a function of a path")
         if group.size > 1 and group.pg is dist.group.WORLD:
             raise ValueError(
                 f"group= is the default process group, must be one that nothing else uses: {_OWN}"
@@ -81,16 +90,21 @@ class AsyncSaver:
             keep_every: As for ``prune``.
 
         Raises:
-            ValueError: ``state`` holds what cannot be saved. Other ranks hear of it at their next
-                call.
+            ValueError: An argument is wrong, or ``state`` holds what cannot be saved. Other
+                ranks hear of it at their next call.
             Exception: What the save before raised; this one was not begun.
         """
         self.wait()
         error: Exception | None = None
         entries = Entries()
         try:
+            above(path)
+            check_keep(keep_last, keep_every)
+            check_files({} if files is None else files)
+            files = deepcopy(files)
+            found = take_apart(state, group=self._group)
             self._refuse_shared_group(state)
-            entries = self._copies.take(take_apart(state, group=self._group))
+            entries = self._copies.take(found)
         except Exception as caught:
             error = caught
 

@@ -19,6 +19,7 @@ from megablocks_core.ckpt.manifest import (
     FileRecord,
     Manifest,
     StoredAs,
+    next_time,
 )
 from megablocks_core.ckpt.newest import newest_time, write_latest
 from megablocks_core.ckpt.places import FolderDraft, above, place_of
@@ -127,7 +128,7 @@ class Draft:
             self._folder.staging.put(name, data)
             manifest.files[name] = _record(data)
         check_sizes(self._folder.staging, manifest)
-        manifest.saved_unix_ns = max(time.time_ns(), newest_time(self._root) + 1)
+        manifest.saved_unix_ns = next_time(time.time_ns(), newest_time(self._root))
         try:
             self._folder.commit(MANIFEST, manifest.text().encode())
             write_latest(self._root, self._name, manifest.digest)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.ckpt.file_names import FILE_NAME, NUMBERED
+from megablocks_core.ckpt.arguments import check_state, short
+from megablocks_core.ckpt.file_names import FILE_NAME, LONGEST_NAME, NUMBERED
 from megablocks_core.ckpt.json_values import check_json
 from megablocks_core.ckpt.logical import LogicalOptimizer
 from megablocks_core.ckpt.optimizers import find_owners, merge_optimizer, optimizer_entry
@@ -35,10 +36,12 @@ def take_apart(state: Mapping[str, Any], *, group: Group) -> Entries:
     """List all that this rank holds of ``state``.
 
     Raises:
-        ValueError: A name that is no file name, a value of another kind, a tensor on meta or of
-            which ranks outside ``group`` hold a part, an optimizer of a parameter that no module
-            of ``state`` holds, or an optimizer tensor whose cut cannot be known.
+        ValueError: ``state`` is no mapping, or has a name that is no file name, a value of
+            another kind, a tensor on meta or of which ranks outside ``group`` hold a part, an
+            optimizer of a parameter that no module of ``state`` holds, or an optimizer tensor
+            whose cut cannot be known.
     """
+    check_state(state)
     entries = Entries()
     owners = find_owners(state)
     for name, value in state.items():
@@ -65,7 +68,11 @@ def kind_of(name: str, value: Any) -> str:
         ValueError: The name is no file name, or the value is of no kind that is served.
     """
     if not FILE_NAME.fullmatch(name):
-        raise ValueError(f"state name {name!r} must be letters, digits, '_', '.' and '-'")
+        raise ValueError(f"state name {short(name)} must be letters, digits, '_', '.' and '-'")
+    if len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"state name {short(name)} of {len(name)} letters must have at most {LONGEST_NAME}"
+        )
     if NUMBERED.fullmatch(name):
         raise ValueError(f"state name {name!r} must not end as the files of a rank are numbered")
     for kind, types in _KINDS.items():

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megablocks_core.ckpt.arguments import short
 from megablocks_core.ckpt.boxes import lengths
 from megablocks_core.ckpt.json_values import check_json
 from megablocks_core.ckpt.manifest import MANIFEST
@@ -17,8 +18,33 @@ from megablocks_core.ckpt.writing import FileToWrite, Item
 
 # Plain names for files of any system.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+# With what is put behind it, a name of at most 255 bytes, as file systems ask.
+LONGEST_NAME = 200
 # Entries called so would share files with an entry called what stands before.
 NUMBERED = re.compile(r".*(\.\d{5,}|-\d{5,}-of-\d{5,})")
+
+
+def check_files(files: Any) -> None:
+    """Refuse what cannot be written beside the tensors.
+
+    Raises:
+        ValueError: It is no mapping of names to JSON values, or a name is no plain file name or
+            stands for another file.
+    """
+    if not isinstance(files, Mapping):
+        raise ValueError(f"files={short(files)} must map file names to JSON values")
+    for name, value in files.items():
+        plain = isinstance(name, str) and FILE_NAME.fullmatch(name)
+        if not plain or name == MANIFEST or ".safetensors" in name:
+            raise ValueError(
+                f"files has {short(name)}, which must be a plain file name, and none of a "
+                "checkpoint's own"
+            )
+        if len(name) > LONGEST_NAME:
+            raise ValueError(
+                f"files has {short(name)} of {len(name)} letters, must have at most {LONGEST_NAME}"
+            )
+        check_json(value, f"files[{name!r}]")
 
 
 def whole_file(entry: str) -> str:
@@ -76,8 +102,9 @@ class FileNames:
         """What stands beside the tensors: the caller's JSON values, and indexes.
 
         Raises:
-            ValueError: A name is no plain file name or stands for another file.
+            ValueError: ``files`` cannot be written.
         """
+        check_files(files)
         found = {}
         for entry, writers in self._writers.items():
             if len(writers) > 1:
@@ -89,14 +116,7 @@ class FileNames:
                     "weight_map": {key: file for file, key in sorted(places)},
                 }
                 found[f"{whole_file(entry)}.index.json"] = index
-        for name, value in files.items():
-            if not FILE_NAME.fullmatch(name) or name == MANIFEST or ".safetensors" in name:
-                raise ValueError(
-                    f"files has {name!r}, which must be a plain file name, and none of a "
-                    "checkpoint's own"
-                )
-            check_json(value, f"files[{name!r}]")
-            found[name] = value
+        found |= files
         return {name: json.dumps(value, indent=1).encode() for name, value in found.items()}
 
     def keys(self, plan: SavePlan, rank: int) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from megablocks_core.ckpt.arguments import check_state, short
 from megablocks_core.ckpt.exchange import Exchange
 from megablocks_core.ckpt.load_plan import SMALL_BYTES, LoadRound, plan_load
 from megablocks_core.ckpt.manifest import CheckpointError
@@ -21,7 +22,7 @@ from megablocks_core.ckpt.segments import Memory
 from megablocks_core.ckpt.stored import Stored
 from megablocks_core.ckpt.wanted import Wanted, check_cast, unexpected
 from megablocks_core.ckpt.windows import Address, Windows
-from megablocks_core.groups import LOCAL, Group, together
+from megablocks_core.groups import LOCAL, Group, check_group, together
 from megablocks_core.groups.swaps import on_any
 
 Mine = TypeVar("Mine")
@@ -62,18 +63,29 @@ def load(
         The names that are missing on either side, on any rank (none if ``strict``).
 
     Raises:
-        ValueError: ``state`` does not fit the checkpoint; nothing was changed.
+        ValueError: An argument is wrong, or ``state`` does not fit the checkpoint; nothing was
+            changed.
         CheckpointError: The checkpoint is not whole or is damaged, or another rank failed.
             When damage shows only while tensors are read, ``state`` is partly filled.
     """
+    check_group(group)
     task = f"load({str(path)!r})"
     with Windows() as windows:
         steps = _Steps(task, group)
         (stored, wanted), told = steps.gather(
-            lambda: _look(path, state, windows, group=group, cast=cast or {})
+            lambda: _look(
+                path,
+                state,
+                windows,
+                group=group,
+                strict=strict,
+                cast={} if cast is None else cast,
+            )
         )
         # From here to the plan every rank has the same input, and an error of one is one of all.
-        digests, missing, asked, faults, packed, addresses = zip(*told, strict=True)
+        digests, stricts, missing, asked, faults, packed, addresses = zip(*told, strict=True)
+        if len(set(stricts)) > 1:
+            raise ValueError(f"strict must be the same on all ranks, not {list(stricts)}")
         if len(set(digests)) > 1:
             raise CheckpointError(f"{task}: ranks see different checkpoints under this path")
         faults = list(dict.fromkeys(chain(*faults)))
@@ -100,6 +112,7 @@ class _Told(NamedTuple):
     """What one rank tells the others before the load is planned."""
 
     digest: str
+    strict: bool
     missing: list[str]
     asked: set[str]
     faults: list[str]
@@ -113,10 +126,14 @@ def _look(
     windows: Windows,
     *,
     group: Group,
+    strict: bool,
     cast: Mapping[torch.dtype, torch.dtype],
 ) -> tuple[tuple[Stored, Wanted], _Told]:
     """Hold ``state`` against what is stored; nothing is sent yet."""
+    check_state(state, to_fill=True)
     check_cast(cast)
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict={short(strict)} must be True or False")
     stored = Stored(place_of(path), sizes=group.rank == 0, readers=group.size)
     if group.rank == 0:
         stored.check_rest()
@@ -124,7 +141,7 @@ def _look(
     outlines = pack([share.outline for share in wanted.shares])
     address = windows.create() if group.size > 1 else None
     digest = stored.manifest.digest
-    told = _Told(digest, wanted.missing, wanted.asked, wanted.faults, outlines, address)
+    told = _Told(digest, strict, wanted.missing, wanted.asked, wanted.faults, outlines, address)
     return (stored, wanted), told
 
 

@@ -89,6 +89,10 @@ class LocalPlace:
         """Whether this machine sees the folder."""
         return self.path.is_dir()
 
+    def is_file(self) -> bool:
+        """Whether a file, or a link to nothing, lies in its place."""
+        return os.path.lexists(self.path) and not self.path.is_dir()
+
     def free_bytes(self) -> int | None:
         """Room for new files of this user; ``None`` where the file system does not count it."""
         path = self.path

@@ -8,6 +8,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megablocks_core.ckpt.arguments import check_count, check_path, short
 from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.local_tier_hosts import partners
 from megablocks_core.ckpt.local_tier_loading import load_newest_parts
@@ -41,8 +42,9 @@ class LocalTier:
         keep_last: How many of the last saves stay; one more is there while one is made.
 
     Raises:
-        ValueError: ``folder`` is a URL, ``copies`` is not below the number of hosts, ``hosts``
-            has not one name a rank, ``keep_last`` is less than 1, or ranks differ in these.
+        ValueError: ``folder`` is no path of this host, ``copies`` is not below the number of
+            hosts, ``hosts`` has not one name a rank, ``keep_last`` is no whole number from 1 on,
+            or ranks differ in these.
     """
 
     def __init__(
@@ -56,12 +58,13 @@ class LocalTier:
     ) -> None:
         check_group(group)
         with together("LocalTier", group=group, raises=CheckpointError):
+            check_path(folder, "folder")
             if is_url(folder):
                 raise ValueError(f"folder={str(folder)!r} must be a path on this host, no URL")
-            if keep_last < 1:
-                raise ValueError(f"keep_last={keep_last} must be at least 1")
-            if hosts is not None and len(hosts) != group.size:
-                raise ValueError(f"hosts={list(hosts)} must name a host for {group.size} ranks")
+            check_count(keep_last, "keep_last")
+            if type(copies) is not int:
+                raise ValueError(f"copies={short(copies)} must be an int")
+            _check_hosts(hosts, group.size)
         mine = (copies, keep_last, None if hosts is None else list(hosts), socket.gethostname())
         said = group.all_gather_object(mine)
         for rank, other in zip(group.ranks, said, strict=True):
@@ -118,3 +121,11 @@ class LocalTier:
                 only while tensors were read, ``state`` is partly filled.
         """
         return load_newest_parts(self._folder, state, group=self._group, limit=self._limit)
+
+
+def _check_hosts(hosts: Any, size: int) -> None:
+    if hosts is None:
+        return
+    named = isinstance(hosts, Sequence) and not isinstance(hosts, str)
+    if not named or len(hosts) != size or not all(isinstance(name, str) for name in hosts):
+        raise ValueError(f"hosts={short(hosts)} must name a host for {size} ranks")

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from megablocks_core.ckpt.arguments import check_state
 from megablocks_core.ckpt.exchange import Exchange
 from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.local_tier_parts import (
@@ -45,6 +46,7 @@ def load_newest_parts(
         CheckpointError: There are parts, and no save can be read.
     """
     with together(_TASK, group=group, raises=CheckpointError):
+        check_state(state, to_fill=True)
         found = survey(folder)
         for fault in found.faults:
             warnings.warn(fault, stacklevel=3)

@@ -15,7 +15,14 @@ import torch
 
 from megablocks_core.ckpt.boxes import lengths, split
 from megablocks_core.ckpt.local_place import LocalPlace
-from megablocks_core.ckpt.manifest import DTYPES, MANIFEST, CheckpointError, Manifest, StoredAs
+from megablocks_core.ckpt.manifest import (
+    DTYPES,
+    LAST_TIME,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    StoredAs,
+)
 from megablocks_core.ckpt.manifest_reading import parse_manifest
 from megablocks_core.ckpt.outlines import Outline
 from megablocks_core.ckpt.stored import check_sizes
@@ -213,6 +220,8 @@ def _part_ids(names: Sequence[str]) -> Iterator[PartId]:
     for name in names:
         if match := _NAME.fullmatch(name):
             step, saved, rank, num_ranks = map(int, match.groups())
+            if saved > LAST_TIME:
+                continue
             yield PartId(SaveId(saved, step, num_ranks), rank)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megablocks_core.ckpt.arguments import short
 from megablocks_core.ckpt.entries import take_apart
 from megablocks_core.ckpt.exchange import Exchange
 from megablocks_core.ckpt.local_place import LocalPlace
@@ -27,7 +28,7 @@ from megablocks_core.ckpt.local_tier_parts import (
     remove_others,
     survey,
 )
-from megablocks_core.ckpt.manifest import MANIFEST, CheckpointError, Manifest
+from megablocks_core.ckpt.manifest import MANIFEST, CheckpointError, Manifest, next_time
 from megablocks_core.ckpt.space import check_space
 from megablocks_core.ckpt.writing import FileToWrite, Writer
 from megablocks_core.groups import Group, together
@@ -55,7 +56,7 @@ def save_parts(
         keep_last: How many saves stay, this one included.
         limit: Bytes of a message.
     """
-    work = _Work(folder, f"LocalTier.save({step})", group, partners, limit)
+    work = _Work(folder, f"LocalTier.save({short(step)})", group, partners, limit)
     try:
         kept = work.begin(step, state, keep_last)
         work.write()
@@ -155,8 +156,10 @@ class _Work:
             The saves that stay once this one is durable.
         """
         with self._together():
-            if type(step) is not int or step < 0:
-                raise ValueError(f"step={step!r} must be a whole number from 0 on")
+            if type(step) is not int or not 0 <= step < 2**63:
+                raise ValueError(
+                    f"step={short(step)} must be a whole number from 0 on, below 2**63"
+                )
             remove_leftovers(self._folder)
             found = survey(self._folder)
             entries = take_apart(state, group=self._group)
@@ -173,7 +176,7 @@ class _Work:
         self._num_rounds = max(counts)
         whole = complete_saves(held)
         newest = max((part.save.saved_unix_ns for parts in held for part in parts), default=0)
-        save = SaveId(max(times[0], newest + 1), step, self._group.size)
+        save = SaveId(next_time(times[0], newest), step, self._group.size)
         texts = self._texts(text, lengths)
         with self._together():
             for rank, one in texts.items():

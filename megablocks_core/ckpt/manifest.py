@@ -25,6 +25,8 @@ BLOCK_BYTES = 4 * 2**20
 MOST_DIMS = 64
 FORMAT, VERSION = "megablocks_core.ckpt", 2
 HASH_KEY = ',\n "xxh3_128": "'
+# A manifest holds no later time.
+LAST_TIME = 2**63 - 1
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
@@ -109,6 +111,15 @@ class Manifest:
         )
         self.digest = xxhash.xxh3_128_hexdigest(head.encode())
         return f'{head}{HASH_KEY}{self.digest}"\n}}\n'
+
+
+def next_time(now: int, newest: int) -> int:
+    """The time of a new save: now, or later, so that it comes after the newest there is.
+
+    After one that claims the last time that can be written it is that time again. Then ``LATEST``
+    tells the two apart.
+    """
+    return min(max(now, newest + 1), LAST_TIME)
 
 
 def _lines(key: str, items: Iterable[tuple[str, Any]]) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
+from megablocks_core.ckpt.arguments import short
 from megablocks_core.ckpt.boxes import any_meet, as_array, tile
 from megablocks_core.ckpt.file_names import FILE_NAME
 from megablocks_core.ckpt.manifest import (
@@ -21,6 +22,7 @@ from megablocks_core.ckpt.manifest import (
     DTYPES,
     FORMAT,
     HASH_KEY,
+    LAST_TIME,
     MANIFEST,
     MOST_DIMS,
     VERSION,
@@ -109,28 +111,28 @@ class _Reader:
     def items(self, body: Any, key: str) -> list[tuple[str, Any]]:
         value = body.get(key)
         if not isinstance(value, dict):
-            self.refuse(f"{key} is {_short(value)}, not an object")
+            self.refuse(f"{key} is {short(value)}, not an object")
         return list(value.items())
 
     def whole_number(self, value: Any, what: str) -> int:
-        if type(value) is not int or not 0 <= value < 2**63:
-            self.refuse(f"{what} is {_short(value)}")
+        if type(value) is not int or not 0 <= value <= LAST_TIME:
+            self.refuse(f"{what} is {short(value)}")
         return value
 
     def whole_numbers(self, value: Any, what: str) -> tuple[int, ...]:
         if not isinstance(value, list):
-            self.refuse(f"{what} is {_short(value)}")
+            self.refuse(f"{what} is {short(value)}")
         return tuple(self.whole_number(one, what) for one in value)
 
     def entry(self, name: str, one: Any) -> dict[str, Any]:
         if not FILE_NAME.fullmatch(name):
             self.refuse(f"{name!r} is no name of an entry")
         if not isinstance(one, dict) or one.get("kind") not in _KINDS:
-            self.refuse(f"state[{name!r}] is {_short(one)}")
+            self.refuse(f"state[{name!r}] is {short(one)}")
         if one["kind"] in ("json", "optimizer") and "value" not in one:
             self.refuse(f"state[{name!r}] has no value")
         if one["kind"] == "optimizer" and not _is_optimizer(one["value"]):
-            self.refuse(f"state[{name!r}] is no optimizer's: {_short(one['value'])}")
+            self.refuse(f"state[{name!r}] is no optimizer's: {short(one['value'])}")
         return one
 
     def file(self, name: str, one: Any) -> FileRecord:
@@ -138,7 +140,7 @@ class _Reader:
         if not plain or not name.isprintable() or len(name.encode()) > 255:
             self.refuse(f"{name!r} is no name of a file in its folder")
         if not isinstance(one, dict):
-            self.refuse(f"files[{name!r}] is {_short(one)}")
+            self.refuse(f"files[{name!r}] is {short(one)}")
         size = self.whole_number(one.get("size"), f"the size of {name!r}")
         hashes = one.get("xxh3_128")
         if (
@@ -146,18 +148,18 @@ class _Reader:
             or len(hashes) != -(-size // BLOCK_BYTES)
             or not all(isinstance(one, str) for one in hashes)
         ):
-            self.refuse(f"{name!r} of {size} bytes has the hashes {_short(hashes)}")
+            self.refuse(f"{name!r} of {size} bytes has the hashes {short(hashes)}")
         return FileRecord(size, hashes)
 
     def tensor(self, name: str, one: Any, files: dict[str, FileRecord]) -> StoredAs:
         if not isinstance(one, dict) or not isinstance(one.get("chunks"), list):
-            self.refuse(f"tensors[{name!r}] is {_short(one)}")
+            self.refuse(f"tensors[{name!r}] is {short(one)}")
         code = one.get("dtype")
         if not isinstance(code, str) or code not in DTYPES:
-            self.refuse(f"{name!r} has the dtype {_short(code)}")
+            self.refuse(f"{name!r} has the dtype {short(code)}")
         shape = self.whole_numbers(one.get("shape"), f"the shape of {name!r}")
         if len(shape) > MOST_DIMS or prod(filter(None, shape)) >= 2**60:
-            self.refuse(f"{name!r} has the shape {_short(shape)}")
+            self.refuse(f"{name!r} has the shape {short(shape)}")
         stored = StoredAs(code, shape, [self._chunk(name, part, shape) for part in one["chunks"]])
         for part in stored.chunks:
             if part.file not in files or stored.end_of(part) > files[part.file].size:
@@ -171,7 +173,7 @@ class _Reader:
         if isinstance(part, dict):  # version 1: one chunk, the whole
             part = [part.get("file"), part.get("offset"), [0] * len(whole), list(whole)]
         if not isinstance(part, list) or len(part) != 4 or not isinstance(part[0], str):
-            self.refuse(f"a chunk of {name!r} is {_short(part)}")
+            self.refuse(f"a chunk of {name!r} is {short(part)}")
         offset = self.whole_number(part[1], f"the offset of a chunk of {name!r}")
         start = self.whole_numbers(part[2], f"the start of a chunk of {name!r}")
         shape = self.whole_numbers(part[3], f"the shape of a chunk of {name!r}")
@@ -247,8 +249,3 @@ def _is_optimizer(value: Any) -> bool:
         and isinstance(fields, dict)
         and all(isinstance(numbers, dict) for numbers in fields.values())
     )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "..."

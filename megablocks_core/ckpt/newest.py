@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megablocks_core.ckpt.arguments import check_path
 from megablocks_core.ckpt.loading import load
 from megablocks_core.ckpt.manifest import MANIFEST, CheckpointError
 from megablocks_core.ckpt.manifest_reading import read_manifest
-from megablocks_core.ckpt.places import Place, below, place_of
+from megablocks_core.ckpt.places import Place, below, root_of
 from megablocks_core.ckpt.stored import check_sizes
 from megablocks_core.groups import LOCAL, Group, together
 
@@ -26,12 +27,14 @@ def latest(root: str | os.PathLike[str], *, group: Group = LOCAL) -> Path | str 
 
     Whole means: its manifest is intact and every file has its size (``verify`` and ``load``
     check the contents). ``LATEST`` is read first; where it and the folders disagree, the
-    newest whole folder counts and a warning says why. The first rank decides for all.
+    newest whole folder counts and a warning says why. So it does of a folder that cannot be read.
+    The first rank decides for all.
 
     Returns:
         A ``Path``, or a URL if ``root`` is one.
 
     Raises:
+        ValueError: ``root`` is no folder.
         CheckpointError: There are folders under ``root``, but no whole checkpoint.
     """
     return next(iter(_candidates(root, group)), None)
@@ -136,9 +139,10 @@ def survey(root: Place) -> Survey:
             manifest = read_manifest(folder, tensors=False)
             check_sizes(folder, manifest)
             found.append((manifest.saved_unix_ns, name, manifest.digest))
+        except OSError as error:  # such as a folder of another owner
+            faults.append(f"passing over {folder}, which cannot be read: {error}")
         except CheckpointError as error:
-            files = folder.names()[1]
-            if MANIFEST in files or any(file.endswith(".safetensors") for file in files):
+            if _is_like_one(folder):
                 faults.append(f"passing over {folder}: {error}")
     if not found and folders:
         raise CheckpointError(f"{root} has the folders {folders} but no whole checkpoint: {faults}")
@@ -162,11 +166,21 @@ def _candidates(root: str | os.PathLike[str], group: Group) -> list[Path | str]:
     """Whole checkpoints, newest first, as the first rank sees them; warns there of others."""
     names: list[str] = []
     with together(f"latest({str(root)!r})", group=group, raises=CheckpointError):
+        check_path(root, "root")
         if group.rank == 0:
-            names, faults = survey(place_of(root))
+            names, faults = survey(root_of(root))
             for fault in faults:
                 warnings.warn(fault, stacklevel=4)
     return [below(root, name) for name in group.broadcast_object(names)]
+
+
+def _is_like_one(folder: Place) -> bool:
+    """Whether a folder has what checkpoints have, or nobody can tell."""
+    try:
+        files = folder.names()[1]
+    except OSError:
+        return True
+    return MANIFEST in files or any(file.endswith(".safetensors") for file in files)
 
 
 def _read_latest_or_none(root: Place) -> tuple[tuple[str, str] | None, str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megablocks_core.ckpt.arguments import check_name, check_path
 from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.store_place import StorePlace
 
@@ -144,20 +145,42 @@ class Place(Protocol):
         """Whether this machine sees the folder."""
         ...
 
+    def is_file(self) -> bool:
+        """Whether there is something else than a folder in its place."""
+        ...
+
     def free_bytes(self) -> int | None:
         """Room for new files, or ``None`` where nobody can tell."""
         ...
 
 
-def place_of(path: str | os.PathLike[str]) -> Place:
+def place_of(path: str | os.PathLike[str], *, name: str = "path") -> Place:
     """The place that a caller names: a path, or a URL that fsspec knows.
 
+    Args:
+        path: What the caller gave.
+        name: What the caller calls it.
+
     Raises:
+        ValueError: It is neither, or a URL of an unknown kind.
         ModuleNotFoundError: fsspec, or what it needs for this kind of URL, is not installed.
     """
+    text = check_path(path, name)
     if is_url(path):
-        return StorePlace.of(str(path))
-    return LocalPlace(Path(path).absolute())
+        return StorePlace.of(text)
+    return LocalPlace(Path(text).absolute())
+
+
+def root_of(root: str | os.PathLike[str]) -> Place:
+    """The place of a run's checkpoints, which may not be there yet.
+
+    Raises:
+        ValueError: It is none, or a file lies there.
+    """
+    place = place_of(root, name="root")
+    if place.is_file():
+        raise ValueError(f"root={str(root)!r} must be a folder, and is none")
+    return place
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -166,12 +189,19 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def above(path: str | os.PathLike[str]) -> tuple[Place, str]:
-    """The place that a folder lies in, and its name."""
+    """The place that a checkpoint's folder lies in, and its name.
+
+    Raises:
+        ValueError: ``path`` is none, or nobody would find a folder of this name.
+    """
+    text = check_path(path)
     if is_url(path):
-        root, _, name = str(path).rstrip("/").rpartition("/")
-        return place_of(root), name
-    whole = Path(path).absolute()
-    return place_of(whole.parent), whole.name
+        root, _, name = text.rstrip("/").rpartition("/")
+        if not is_url(root):
+            raise ValueError(f"path={text!r} must name a folder in a store, not a store")
+        return place_of(root), check_name(name, text)
+    whole = Path(text).absolute()
+    return place_of(whole.parent), check_name(whole.name, text)
 
 
 def below(root: str | os.PathLike[str], name: str) -> Path | str:

@@ -7,9 +7,10 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from megablocks_core.ckpt.arguments import check_count, check_path
 from megablocks_core.ckpt.manifest import CheckpointError
 from megablocks_core.ckpt.newest import survey
-from megablocks_core.ckpt.places import Place, below, place_of
+from megablocks_core.ckpt.places import Place, below, root_of
 from megablocks_core.groups import LOCAL, Group, together
 
 
@@ -40,24 +41,26 @@ def prune(
         What was deleted.
 
     Raises:
-        ValueError: ``keep_last`` or ``keep_every`` is less than 1.
+        ValueError: ``root`` is no folder, or ``keep_last`` or ``keep_every`` no count from 1 on.
         CheckpointError: Another rank failed, or there are folders but no whole checkpoint.
         OSError: A folder cannot be deleted.
     """
-    check_keep(keep_last, keep_every)
-    place, removed = place_of(root), []
+    removed: list[str] = []
     with together(f"prune({str(root)!r})", group=group, raises=CheckpointError):
+        check_keep(keep_last, keep_every)
+        check_path(root, "root")
         if group.rank == 0:
+            place = root_of(root)
             names = place.leftovers() if leftovers else []
             removed = _removed(place, names + outdated(place, keep_last, keep_every))
     return [below(root, name) for name in group.broadcast_object(removed)]
 
 
 def check_keep(keep_last: int | None, keep_every: int | None) -> None:
-    """Refuse counts below 1 with a ``ValueError``."""
-    for what, count in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if count is not None and count < 1:
-            raise ValueError(f"{what}={count} must be at least 1")
+    """Refuse what are no counts from 1 on with a ``ValueError``."""
+    for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if count is not None:
+            check_count(count, name)
 
 
 def outdated(root: Place, keep_last: int | None, keep_every: int | None) -> list[str]:

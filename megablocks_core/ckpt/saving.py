@@ -101,7 +101,7 @@ def save_entries(
         tensors = holdings([Packed(header, ends) for _, header, ends in texts])
         plan = plan_save(tensors, group.rank, num_ranks=group.size)
         names = FileNames(plan.homes)
-        beside = names.beside(files or {}, tensors)
+        beside = names.beside({} if files is None else files, tensors)
         draft = Draft(path, group=group, keep_last=keep_last, keep_every=keep_every)
     work = _Work(entries, plan, names, task, group, checked)
     work.compare(tensors)

@@ -22,6 +22,7 @@ from megablocks_core.ckpt.boxes import (
     moved,
 )
 from megablocks_core.ckpt.outlines import Outline
+from megablocks_core.files.safetensors import DTYPE_CODES
 from megablocks_core.groups import Group, ShardSpec, own_slices, whole_shape
 from megablocks_core.groups.cuts import Box
 from megablocks_core.groups.placements import is_dtensor, local, placement_specs
@@ -97,8 +98,9 @@ def tensor_shares(
         whole: As in ``Share``.
 
     Raises:
-        ValueError: The tensor is on meta or sparse, a rank outside ``group`` holds a part of it,
-            or its placements are not served.
+        ValueError: The tensor is on meta, sparse or of a dtype that has no form in a
+            checkpoint, a rank outside ``group`` holds a part of it, or its placements are not
+            served.
     """
     _check_ranks(name, specs, group)
     _check_memory(name, tensor)
@@ -195,7 +197,11 @@ def _check_memory(name: Name, tensor: Tensor) -> None:
     if tensor.is_meta:
         raise ValueError(f"{name} is on meta; it must hold its values")
     if tensor.layout is not torch.strided or tensor.is_nested:
-        raise ValueError(f"{name} of {tensor.layout} must be a dense tensor, one value an element")
+        raise ValueError(f"{name} must be a dense tensor, neither sparse nor nested")
+    if tensor.dtype not in DTYPE_CODES:
+        raise ValueError(
+            f"{name} is of {tensor.dtype}, which must be of {', '.join(DTYPE_CODES.values())}"
+        )
 
 
 def _check_ranks(name: Name, specs: tuple[ShardSpec, ...], group: Group) -> None:

@@ -30,14 +30,24 @@ class StorePlace:
 
     @classmethod
     def of(cls, url: str) -> StorePlace:
-        """The folder that a URL names; fsspec is imported here."""
+        """The folder that a URL names; fsspec is imported here.
+
+        Raises:
+            ValueError: fsspec does not know this kind of URL.
+            ModuleNotFoundError: fsspec, or what it needs for this kind of URL, is not installed.
+        """
         try:
             import fsspec.core
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 f"{url} needs fsspec: pip install 'megablocks-core[remote]'"
             ) from error
-        system, path = fsspec.core.url_to_fs(url)
+        try:
+            system, path = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            raise ModuleNotFoundError(f"{url} needs what is not installed: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"path={url!r} must be a URL that fsspec knows: {error}") from error
         return cls(system, path, url)
 
     def child(self, name: str) -> StorePlace:
@@ -132,6 +142,11 @@ class StorePlace:
     def is_there(self) -> bool:
         """A store has every folder."""
         return True
+
+    def is_file(self) -> bool:
+        """Whether a file has the folder's name."""
+        root, _, name = self._path.rpartition("/")
+        return bool(root) and StorePlace(self._system, root, "").size(name) is not None
 
     def free_bytes(self) -> int | None:
         """Nobody can tell."""

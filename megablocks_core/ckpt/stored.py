@@ -14,8 +14,6 @@ from megablocks_core.ckpt.manifest import BLOCK_BYTES, CheckpointError, Manifest
 from megablocks_core.ckpt.manifest_reading import read_manifest
 from megablocks_core.ckpt.places import MOST_PARTS, Place, Source
 
-VERIFYING_THREADS = 3
-
 
 class Target(NamedTuple):
     """Memory that takes the bytes of a file from ``offset`` on, as many as it is long."""
@@ -81,21 +79,6 @@ class Stored:
             for index in sorted(set(range(len(record.xxh3_128))) - held[file]):
                 start = index * BLOCK_BYTES
                 self._checked(file, start, min(start + BLOCK_BYTES, record.size))
-
-    def damaged_blocks(self, file: str) -> list[int]:
-        """Every block of a file that is not what was written."""
-        blocks = range(len(self.manifest.files[file].xxh3_128))
-        with ThreadPoolExecutor(VERIFYING_THREADS, thread_name_prefix="ckpt-read") as pool:
-            good = list(pool.map(lambda index: self._is_good(file, index), blocks))
-        return [index for index in blocks if not good[index]]
-
-    def _is_good(self, file: str, index: int) -> bool:
-        start, size = index * BLOCK_BYTES, self.manifest.files[file].size
-        try:
-            self._checked(file, start, min(start + BLOCK_BYTES, size))
-        except CheckpointError:
-            return False
-        return True
 
     def bytes_of(self, file: str, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a file.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megablocks_core.ckpt.arguments import short
 from megablocks_core.ckpt.entries import kind_of
 from megablocks_core.ckpt.logical import LogicalOptimizer, TorchLikeOptimizer
 from megablocks_core.ckpt.manifest import DTYPES, Manifest
@@ -190,10 +191,12 @@ def check_cast(cast: Cast) -> None:
     """Refuse a policy between kinds of numbers.
 
     Raises:
-        ValueError: It names a dtype that is not floating-point.
+        ValueError: It is no mapping of dtypes, or names one that is not floating-point.
     """
-    for saved, own in cast.items():
-        if not (saved.is_floating_point and own.is_floating_point):
+    if not isinstance(cast, Mapping):
+        raise ValueError(f"cast={short(cast)} must map dtypes to dtypes")
+    for dtype in chain.from_iterable(cast.items()):
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"cast={dict(cast)} must be from and to floating-point dtypes")
 
 

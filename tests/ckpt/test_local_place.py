@@ -70,3 +70,12 @@ def test_free_bytes_before_the_folder_is_there(tmp_path):
     free = LocalPlace(tmp_path / "a" / "b").free_bytes()
     assert free is not None and free > 0
     assert LocalPlace(tmp_path.joinpath("/proc/self/x")).free_bytes() is None
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    (tmp_path / "f").write_text("f")
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert LocalPlace(tmp_path / "f").is_file() and LocalPlace(tmp_path / "broken").is_file()
+    for name in ("", "link", "none"):
+        assert not LocalPlace(tmp_path / name).is_file()

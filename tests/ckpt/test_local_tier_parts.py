@@ -125,3 +125,14 @@ def test_a_part_is_a_checkpoint_that_can_be_verified(tmp_path):
         file.write(b"!")
     with pytest.raises(ckpt.CheckpointError, match="tensors/x/x#0"):
         ckpt.verify(part)
+
+
+@pytest.mark.parametrize("time", [2**63 - 1, 2**63, 2**200])
+def test_a_save_after_parts_of_the_last_time_there_can_be_is_found(tmp_path, time):
+    state, tier = {"n": 1}, ckpt.LocalTier(tmp_path, copies=0)
+    tier.save(1, state)
+    (part,) = survey(LocalPlace(tmp_path)).parts
+    later = PartId(part.save._replace(saved_unix_ns=time), 0).name
+    (tmp_path / part.name).rename(tmp_path / later)
+    tier.save(2, state)
+    assert tier.load_newest(state) == 2

@@ -272,7 +272,7 @@ _SAVE_UNTIL_KILLED = """
                         "gloo", store=dist.FileStore(f"{root}/{store}", 2), rank=rank,
                         world_size=2, timeout=timedelta(seconds=20))
                     world = Mesh().group("dp")
-                    body(world, ckpt.LocalTier(f"{root}/{rank}", group=world, hosts="ab"))
+                    body(world, ckpt.LocalTier(f"{root}/{rank}", group=world, hosts=["a", "b"]))
                     code = 0
                 finally:
                     os._exit(code)

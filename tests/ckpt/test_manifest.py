@@ -4,7 +4,14 @@ import json
 
 import xxhash
 
-from megablocks_core.ckpt.manifest import Chunk, FileRecord, Manifest, StoredAs
+from megablocks_core.ckpt.manifest import (
+    LAST_TIME,
+    Chunk,
+    FileRecord,
+    Manifest,
+    StoredAs,
+    next_time,
+)
 
 
 def test_the_text_is_json_with_its_own_hash_last():
@@ -43,3 +50,8 @@ def test_a_chunk_is_a_box_and_a_run_of_bytes():
     chunk = Chunk("a", 100, (1, 0), (2, 3))
     assert chunk.box == (slice(1, 3), slice(0, 3))
     assert StoredAs("BF16", (4, 3), [chunk]).end_of(chunk) == 112
+
+
+def test_times_rise_up_to_the_last_one():
+    assert next_time(10, 3) == 10 and next_time(10, 10) == 11 and next_time(10, 70) == 71
+    assert next_time(10, LAST_TIME - 1) == next_time(10, LAST_TIME) == LAST_TIME == 2**63 - 1

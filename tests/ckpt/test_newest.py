@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megablocks_core import ckpt
+from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.manifest_reading import read_manifest
 from megablocks_core.ckpt.places import place_of
 from megablocks_core.groups import Mesh
@@ -188,3 +189,57 @@ def _load_state(root, group):
     state = {"x": torch.zeros(5), "step": 0}
     ckpt.load_latest(root, state, group=group)
     return state["step"]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("fault", [PermissionError, OSError])
+def test_a_folder_that_cannot_be_read_is_passed_over(tmp_path, fault):
+    """Such as lost+found, which the file system makes and another user owns."""
+    world = Mesh().group("dp")
+    if world.rank == 0:
+        _steps(tmp_path, 1, 2)
+        (tmp_path / "lost+found").mkdir()
+        (tmp_path / "step-3").mkdir()
+    world.barrier()
+
+    def faulty(call, kind):
+        def called(place, *arguments):
+            if place.path.name == "lost+found" or (place.path.name == "step-3" and kind == "names"):
+                raise fault("no permission")
+            return call(place, *arguments)
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("size", "read", "names"):
+            patch.setattr(LocalPlace, kind, faulty(getattr(LocalPlace, kind), kind))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert ckpt.latest(tmp_path, group=world) == tmp_path / "step-2"
+            assert _load(tmp_path, world) == "step-2"
+            assert ckpt.prune(tmp_path, keep_last=1, group=world) == [tmp_path / "step-1"]
+        said = [str(one.message) for one in caught]
+        assert sum("lost+found, which cannot be read: no permission" in one for one in said) == (
+            0 if world.rank else 2
+        )
+        assert sum("passing over" in one and "step-3" in one for one in said) == (
+            0 if world.rank else 2
+        )
+    world.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "LATEST", "lost+found", "step-2", "step-3",
+    ]  # fmt: skip
+
+
+def test_a_save_after_one_of_the_last_time_there_can_be_is_the_newest(tmp_path):
+    _steps(tmp_path, 1)
+    manifest = read_manifest(place_of(tmp_path / "step-1"))
+    manifest.saved_unix_ns = 2**63 - 1
+    (tmp_path / "step-1" / "manifest.json").write_text(manifest.text())
+    (tmp_path / "LATEST").write_text(f"{manifest.digest} step-1\n")
+    for step in (3, 2, 0):
+        _steps(tmp_path, step)
+        with warnings.catch_warnings(action="error"):
+            assert ckpt.latest(tmp_path) == tmp_path / f"step-{step}"
+            assert _load(tmp_path) == f"step-{step}"
+    assert read_manifest(place_of(tmp_path / "step-0")).saved_unix_ns == 2**63 - 1

@@ -93,11 +93,6 @@ def test_disagreement_is_refused(other, message):
         holdings([pack([one]), pack([other])])
 
 
-def test_a_dtype_that_no_checkpoint_has_is_refused():
-    with pytest.raises(ValueError, match="a is of torch.complex64, which must be of BOOL, U8"):
-        pack([Outline("a", torch.complex64, (), [()])])
-
-
 def test_a_tensor_of_many_dimensions_takes_no_time():
     (one,) = holdings([pack([Outline("a", torch.int8, (1,) * 64, [(slice(0, 1),) * 64])])])
     assert one.layout.covered

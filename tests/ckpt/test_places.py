@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megablocks_core.ckpt.local_place import LocalPlace
-from megablocks_core.ckpt.places import above, below, is_url, place_of
+from megablocks_core.ckpt.places import above, below, is_url, place_of, root_of
 from megablocks_core.ckpt.store_place import StorePlace
 
 
@@ -26,3 +26,18 @@ def test_above_and_below_are_inverse(path):
 def test_the_callers_form_is_kept():
     assert below("runs", "a") == Path("runs/a")
     assert below("memory://runs/", "a") == "memory://runs/a"
+
+
+def test_names_that_nobody_would_find_are_refused():
+    for path in ("a/.b", Path("a/.."), "/", "a\nb", "memory://a/.b/"):
+        with pytest.raises(ValueError, match="must end in the name of a folder"):
+            above(path)
+    with pytest.raises(ValueError, match="must name a folder in a store"):
+        above("memory://a")
+
+
+def test_a_root_is_a_folder_or_not_there_yet(tmp_path):
+    (tmp_path / "f").write_text("f")
+    assert str(root_of(tmp_path)) == str(tmp_path) and not root_of(tmp_path / "a").is_there()
+    with pytest.raises(ValueError, match="root='.*/f' must be a folder"):
+        root_of(tmp_path / "f")

@@ -100,6 +100,17 @@ def test_counts_below_one_are_refused(tmp_path, options):
         ckpt.prune(tmp_path, **options)
 
 
+@pytest.mark.parametrize("count", [float("nan"), 1.5, 2.0, True, "1", [1]])
+@pytest.mark.parametrize("name", ["keep_last", "keep_every"])
+def test_what_is_no_count_deletes_nothing(tmp_path, name, count):
+    _steps(tmp_path, 1, 2, 3)
+    with pytest.raises(ValueError, match=f"{name}=.* must be an int"):
+        ckpt.prune(tmp_path, **{name: count})
+    with pytest.raises(ValueError, match=f"{name}=.* must be an int"):
+        ckpt.save(tmp_path / "step-4", {"step": 4}, **{name: count})
+    assert _left(tmp_path) == [1, 2, 3]
+
+
 @ranks(2)
 def test_one_rank_deletes_and_all_know(tmp_path):
     world = Mesh().group("dp")

@@ -213,5 +213,18 @@ def test_what_cannot_be_said_is_refused():
     partial = DTensor.from_local(torch.zeros(4), mesh, [Partial()])
     with pytest.raises(ValueError, match="must be shards and replicas"):
         tensor_shares(NAME, partial, (), group=world)
+    lies = DTensor.from_local(torch.zeros(3), mesh, [Shard(0)], shape=torch.Size((4,)), stride=(1,))
+    with pytest.raises(ValueError, match=r"model/a: this rank must hold \(2,\) by .* not \(3,\)"):
+        tensor_shares(NAME, lies, (), group=world)
+    with pytest.raises(ValueError, match="model/a must be a dense tensor, neither sparse"):
+        tensor_shares(NAME, torch.eye(2).to_sparse(), (), group=world)
+    complex_ones = torch.ones(4, dtype=torch.complex64)
+    refused = "model/a is of torch.complex64, which must be of BOOL, U8"
+    with pytest.raises(ValueError, match=refused):
+        tensor_shares(NAME, complex_ones, (), group=world)
+    with pytest.raises(ValueError, match=refused):
+        flat_shares(NAME, complex_ones, (0, 4), (), local_shape=(4,), group=world)
+    with pytest.raises(ValueError, match=refused):
+        number_shares(NAME, complex_ones[0], (), local_shape=(4,))
     share = Share("a", torch.float32, (4,), [])
     assert share.view((slice(2, 2),)).shape == (0,)

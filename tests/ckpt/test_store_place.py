@@ -175,3 +175,10 @@ def test_fsspec_is_named_when_it_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs fsspec.*megablocks-core\[remote\]"):
         ckpt.latest(ROOT)
+
+
+def test_a_file_in_the_place_of_a_folder(store):
+    ckpt.save(f"{ROOT}/step-1", _state(1))
+    assert place_of(f"{ROOT}/LATEST").is_file()
+    for path in (ROOT, f"{ROOT}/step-1", f"{ROOT}/none", "late://bucket"):
+        assert not place_of(path).is_file()

@@ -82,10 +82,9 @@ def test_damage_in_any_part_of_a_block_is_found(tmp_path):
         for targets in ([(1000, 10)], [(8 * n, 3) for n in range(200)]):
             with pytest.raises(ckpt.CheckpointError, match=r"damaged: block 0 \(from byte 0\)"):
                 _filled(stored, targets)
-        assert stored.damaged_blocks("x.safetensors") == [0]
         data[place] ^= 16
     path.write_bytes(data)
-    assert stored.damaged_blocks("x.safetensors") == []
+    assert stored.bytes_of("x.safetensors", 0, len(data)) == data
     path.write_bytes(data[:-1])
     with pytest.raises(ckpt.CheckpointError, match="ends before byte"):
         stored.bytes_of("x.safetensors", 5, 7)

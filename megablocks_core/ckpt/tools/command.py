@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 
 from megablocks_core.ckpt.manifest import CheckpointError
-from megablocks_core.ckpt.places import below, place_of
+from megablocks_core.ckpt.places import below, root_of
 from megablocks_core.ckpt.retention import check_keep, outdated, prune
 from megablocks_core.ckpt.tools.averaging import average
 from megablocks_core.ckpt.tools.converting import convert
@@ -164,7 +164,7 @@ def _prune(options: argparse.Namespace) -> int:
         raise ValueError("prune must have --keep-last, --keep-every or --leftovers")
     if options.dry_run:
         check_keep(*keep)
-        root = place_of(options.root)
+        root = root_of(options.root)
         names = root.leftovers() if options.leftovers else []
         paths = [below(options.root, name) for name in names + outdated(root, *keep)]
     else:
