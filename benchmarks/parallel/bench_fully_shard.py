@@ -67,7 +67,8 @@ def _torch_sharded(net: _Stack, group: Group) -> nn.Module:
     mesh = init_device_mesh("cpu", (group.size,))
     for layer in net.layers:
         torch_fully_shard(layer, mesh=mesh)
-    return torch_fully_shard(net, mesh=mesh)
+    torch_fully_shard(net, mesh=mesh)
+    return net
 
 
 def _step(net: nn.Module, x_TH: Tensor) -> Work:

@@ -267,6 +267,13 @@ class Decoder(nn.Module):
         if padding is not None and rows.start <= padding < rows.stop:
             embedding.weight[padding - rows.start].zero_()
 
+    def _own_tokens(self, num_tokens: int) -> int:
+        """How many of the tokens this rank has behind the last norm, without pads."""
+        if not self.sequence_parallel:
+            return num_tokens
+        part = chunk_slice(num_tokens, self.tp.size, self.tp.rank)
+        return part.stop - part.start
+
     def forward(
         self,
         tokens_T: Tensor,
@@ -339,11 +346,7 @@ class Decoder(nn.Module):
         (last_norm,) = on_part(self.model.norm, group=self.tp if self.sequence_parallel else LOCAL)
         hidden_tH = last_norm(x_tH)
         if not head:
-            own = slice(num_tokens)
-            if self.sequence_parallel:
-                part = chunk_slice(num_tokens, self.tp.size, self.tp.rank)
-                own = slice(part.stop - part.start)
-            return HiddenStates(hidden_tH[..., own, :], {})
+            return HiddenStates(hidden_tH[..., : self._own_tokens(num_tokens), :], {})
         logits_Tv = self.lm_head(hidden_tH)
         if self.sequence_parallel:
             logits_Tv = logits_Tv[..., :num_tokens, :]

@@ -26,5 +26,6 @@ def test_memory_is_seen_through_the_placements_of_the_parameter():
 def test_a_plain_parameter_takes_memory_as_it_is():
     memory = torch.zeros(2)
     assert cut_alike(memory, torch.ones(2)) is memory
-    fields, values = Published([(memory, "average", memory, None)], {"updates": 1})
-    assert fields[0][1] == "average" and values == {"updates": 1}
+    state = Published([(memory, "average", memory, None)], {"updates": 1})
+    assert state.fields[0][1] == "average" and state.values == {"updates": 1}
+    assert state.groups is None
