@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch import nn
 
-from megablocks_core.ckpt.arguments import short
+from megablocks_core.ckpt.arguments import check_state, short
 from megablocks_core.ckpt.entries import Entries, take_apart
 from megablocks_core.ckpt.file_names import check_files
 from megablocks_core.ckpt.host_copies import HostCopies
@@ -102,9 +102,9 @@ class AsyncSaver:
             check_keep(keep_last, keep_every)
             check_files({} if files is None else files)
             files = deepcopy(files)
-            found = take_apart(state, group=self._group)
+            check_state(state)
             self._refuse_shared_group(state)
-            entries = self._copies.take(found)
+            entries = self._copies.take(take_apart(state, group=self._group))
         except Exception as caught:
             error = caught
 

@@ -129,7 +129,7 @@ def test_a_part_is_a_checkpoint_that_can_be_verified(tmp_path):
 
 @pytest.mark.parametrize("time", [2**63 - 1, 2**63, 2**200])
 def test_a_save_after_parts_of_the_last_time_there_can_be_is_found(tmp_path, time):
-    state, tier = {"n": 1}, ckpt.LocalTier(tmp_path, copies=0)
+    state, tier = {"n": 1}, ckpt.LocalTier(tmp_path, copies=0, keep_last=2)
     tier.save(1, state)
     (part,) = survey(LocalPlace(tmp_path)).parts
     later = PartId(part.save._replace(saved_unix_ns=time), 0).name
