@@ -101,9 +101,9 @@ def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Paramete
 
 def _parametrized(owner: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parts in getattr(owner, "parametrizations", {}).items():
-        original = parts._parameters.get("original")
-        if original is not None:
-            yield f"parametrizations.{name}.original", original
+        for original, parameter in parts._parameters.items():  # several for a weight norm
+            if parameter is not None:
+                yield f"parametrizations.{name}.{original}", parameter
 
 
 def without_ddp(module: nn.Module, prefix: str) -> str:

@@ -7,7 +7,7 @@ rest of backward runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ class DataParallel(nn.Module):
         }
         self._reducer: Reducer | None = None
         self._watch: ParameterWatch | None = None
+        self._reduces = True
         self.register_state_dict_post_hook(_without_step)
         self.register_load_state_dict_pre_hook(_with_step)
         self._plan(values=True)
@@ -105,12 +106,18 @@ class DataParallel(nn.Module):
         reducer.watch(outputs)
         return outputs
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Backward in it sends nothing: gradients gather until the next one outside.
 
         Meanwhile ``.grad`` shows this rank's own sum, scaled already.
         """
-        return nullcontext() if self._reducer is None else self._reducer.no_sync()
+        before = self._reduces
+        self._let_reduce(False)
+        try:
+            yield
+        finally:
+            self._let_reduce(before)
 
     # Names are those of the module, so that states, marks and rules do not know of the wrapper.
 
@@ -140,11 +147,16 @@ class DataParallel(nn.Module):
     # A copy plans for itself at its first forward pass.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reducer": None, "_watch": None}
+        return {**self.__dict__, "_reducer": None, "_watch": None, "_reduces": True}
 
     @property
     def _communicates(self) -> bool:
         return self.group.size > 1 or self.expert_group.size > 1
+
+    def _let_reduce(self, reduces: bool) -> None:
+        self._reduces = reduces  # for a reducer that is made meanwhile
+        if self._reducer is not None:
+            self._reducer.reduces = reduces
 
     def _plan(self, *, values: bool) -> None:
         """Hook the parameters as they are now, on all ranks alike."""
@@ -160,6 +172,7 @@ class DataParallel(nn.Module):
         check_replicas(named, **groups, values=values)
         if self._communicates:
             self._reducer = Reducer(named, **groups, **self._options)
+            self._let_reduce(self._reduces)
         elif self._options["wide_gradients"]:
             for _, parameter, _ in named:
                 if parameter.dtype.itemsize < 4:
@@ -186,6 +199,9 @@ def _without_step(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
     step = f"{prefix}module."
     for key in [key for key in state if key.startswith(step)]:
         state[prefix + key[len(step) :]] = state.pop(key)
+    versions = getattr(state, "_metadata", {})
+    for key in [key for key in versions if f"{key}.".startswith(step)]:
+        versions[f"{prefix}{key[len(step) :]}".removesuffix(".")] = versions[key]
 
 
 def _with_step(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

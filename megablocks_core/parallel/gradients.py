@@ -30,7 +30,7 @@ def reduce_gradients(
             an expert's gradient already comes from all ranks' tokens.
 
     Raises:
-        ValueError: ``reduction`` is neither.
+        ValueError: ``reduction`` is neither, or a gradient is sparse.
     """
     check_group(group)
     check_group(expert_group, "expert_group")
@@ -38,8 +38,10 @@ def reduce_gradients(
         raise ValueError(f'reduction={reduction!r} must be "mean" or "sum"')
     divisor = group.size if reduction == "mean" else 1
     buckets: dict[tuple[bool, torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for _, parameter, specs in marks(module):
+    for name, parameter, specs in marks(module):
         if parameter.requires_grad:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ValueError(f"the gradient of {name!r} must not be sparse")
             alike = (specs.expert, parameter.dtype, parameter.device)
             buckets.setdefault(alike, []).append(parameter)
     for (expert, *_), parameters in buckets.items():

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class ParameterWatch:
-    """A module's parameters as they were: which, of which dtype, trained or frozen.
+    """A module's parameters as they were: which, of which dtype, where, trained or frozen.
 
     It walks the tree once. Afterwards it looks at what each module holds, which is an order of
     magnitude cheaper than ``module.parameters()``.
@@ -23,12 +23,12 @@ class ParameterWatch:
         self._seen = self._now()
 
     def has_changed(self) -> bool:
-        """Whether a parameter came, went, was frozen or unfrozen, or got another dtype."""
+        """Whether a parameter came, went, was frozen or unfrozen, got another dtype or moved."""
         return self._seen != self._now()
 
     def _now(self) -> list[list[Any]]:
         return [
             list(map(id, chain.from_iterable(map(dict.values, self._held)))),
             [one.requires_grad for one in self._parameters],
-            [one.dtype for one in self._parameters],
+            [(one.dtype, one.device) for one in self._parameters],
         ]

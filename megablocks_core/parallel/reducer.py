@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megablocks_core.groups import LOCAL, Group, Specs, check_group
 from megablocks_core.parallel.bucket_messages import ShardMessage, UsedFlags, WholeMessage
@@ -58,6 +59,7 @@ class Reducer:
         names: Of the parameters that are reduced.
         parameters: They themselves.
         buckets: Where they lie; indices of slots count ``parameters``.
+        reduces: Whether backward sends anything.
         shards: With ``shards``: for each bucket this rank's sum [length / shares], or ``None``
             where no backward has come since ``drop``.
         after: Called, if set, at the end of every backward that has reduced gradients.
@@ -101,8 +103,9 @@ class Reducer:
             for place, slot in enumerate(bucket.slots)
         }
         self._expected = [1] * len(trained)  # contributions of one backward
-        self._reduces = True
+        self.reduces = True
         self._run: _Run | None = None
+        self._leaves = WeakIdKeyDictionary()  # hooked already: whoever returns them does so again
         self.after: Callable[[], None] | None = None
         self.shards: list[Tensor | None] = [None] * len(self.buckets)
         self.used = [False] * len(trained)
@@ -113,11 +116,11 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward in it sends nothing; this rank's gradients gather."""
-        before, self._reduces = self._reduces, False
+        before, self.reduces = self.reduces, False
         try:
             yield
         finally:
-            self._reduces = before
+            self.reduces = before
 
     def drop(self) -> None:
         """With ``shards``: forget all sums, this rank's and reduced ones."""
@@ -149,8 +152,10 @@ class Reducer:
         So a rank on which no parameter is used does not keep the others waiting.
         """
         for tensor in _tensors(outputs):
-            if tensor.requires_grad:
+            if tensor.requires_grad and tensor not in self._leaves:
                 tensor.register_hook(self._passed)
+                if tensor.is_leaf:  # it and its hooks outlive the pass
+                    self._leaves[tensor] = None
 
     # Called by hooks.
 
@@ -175,6 +180,8 @@ class Reducer:
         if gradient.layout != torch.strided or torch.is_grad_enabled():
             kind = "a sparse gradient" if gradient.layout != torch.strided else "create_graph=True"
             raise RuntimeError(f"the gradient of {self.names[index]!r} cannot be reduced: {kind}")
+        if self.parameters[index]._post_accumulate_grad_hooks:
+            raise RuntimeError(_sees_too_early(self.names[index]))
         if self._run is None:
             self.begin()
         run = self._run
@@ -348,6 +355,8 @@ class Reducer:
                     f"parameter {name!r} has its gradient reduced by another wrapper already; "
                     "wrap a module once"
                 )
+            if parameter._post_accumulate_grad_hooks:
+                raise ValueError(_sees_too_early(name))
         # The hooks go with the nodes, which live as long as somebody holds them.
         self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
         this: weakref.ref[Reducer] = weakref.ref(self)
@@ -362,7 +371,7 @@ class _Run:
     """One backward: what has come, and what was sent."""
 
     def __init__(self, reducer: Reducer, task: int) -> None:
-        self.task, self.reduces = task, reducer._reduces
+        self.task, self.reduces = task, reducer.reduces
         self.counts = [0] * len(reducer.parameters)
         self.missing = [len(bucket.slots) for bucket in reducer.buckets]
         self.messages: dict[int, WholeMessage | ShardMessage] = {}
@@ -435,6 +444,13 @@ def _reaches(node: Any, wanted: set[Any]) -> bool:
             seen.add(node)
             ahead += [below for below, _ in node.next_functions]
     return False
+
+
+def _sees_too_early(name: str) -> str:
+    return (
+        f"parameter {name!r} must have no hook of register_post_accumulate_grad_hook: torch would "
+        "call it before the gradient is reduced"
+    )
 
 
 def _broken_off() -> RuntimeError:

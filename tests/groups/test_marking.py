@@ -161,6 +161,13 @@ def test_names_are_free_of_wrappers():
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
     found = {name: specs for name, _, specs in marks(layer)}
     assert set(found) == {"weight", "bias"} and found["weight"] == (layer.spec,)
+    normed = nn.ModuleList([torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))])
+    assert {id(one) for _, one, _ in marks(normed)} == {id(one) for one in normed.parameters()}
+    assert [name for name, _, _ in marks(normed)] == [
+        "0.bias",
+        "0.parametrizations.weight.original0",
+        "0.parametrizations.weight.original1",
+    ]
 
 
 def test_a_tied_parameter_comes_once_with_its_mark():

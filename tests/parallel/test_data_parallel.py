@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,14 @@ def test_wide_gradients_are_float32_over_any_group():
 # The plain module
 
 
+def _metadata(module: Any) -> dict[str, Any]:
+    return module.state_dict()._metadata
+
+
+def _versions(module):
+    return {path: _metadata(module).get(path) for path, _ in module.named_modules()}
+
+
 def _is_plain(model, module):
     assert list(model.state_dict()) == list(module.state_dict())
     assert [name for name, _ in model.named_parameters()] == [
@@ -160,6 +169,10 @@ def test_names_and_states_are_the_modules_at_the_top_and_nested():
     outer = nn.ModuleDict({"inner": model, "head": nn.Linear(4, 2)})
     plain = nn.ModuleDict({"inner": _model(), "head": nn.Linear(4, 2)})
     _is_plain(outer, plain)
+    plain_versions = _versions(_model())
+    assert _versions(model.module) == plain_versions
+    assert {path: _metadata(model)[path] for path in plain_versions} == plain_versions
+    assert _versions(plain).items() <= _metadata(outer).items()
     for parameter in plain.parameters():
         parameter.data.fill_(3.0)
     outer.load_state_dict(plain.state_dict())
@@ -328,6 +341,28 @@ def test_no_sync_without_a_backward_does_nothing():
         model(_x(group)[group.rank])
     for ours, before in zip(_step(model, _x(group)[group.rank]), expected, strict=True):
         assert torch.equal(ours, before)
+
+
+@ranks(2)
+def test_no_sync_holds_for_a_copy_and_for_what_is_planned_in_it():
+    group = _world()
+    x = _x(group)[group.rank]
+    own = [gradient / group.size for gradient in _step(_model().eval(), x)]
+    inner = _model().eval()
+    model = DataParallel(inner, group=group)
+    inner[0].requires_grad_(False)
+    model(x)
+    copied = copy.deepcopy(model)
+    with copied.no_sync(), model.no_sync():
+        copied.requires_grad_(True)
+        model.requires_grad_(True)
+        for one in (copied, model):
+            for mine, alone in zip(_step(one, x), own, strict=True):
+                assert_close(mine, alone)
+        among = copy.deepcopy(model)
+    reduced = _step(among, x)
+    for mine, theirs in zip(reduced, _step(model, x), strict=True):
+        assert torch.equal(mine, theirs) and not torch.equal(mine, own[0])
 
 
 # Compiled

@@ -109,6 +109,14 @@ def test_it_sends_one_message_for_each_dtype_and_mark():
 
 
 @ranks(2)
+def test_a_sparse_gradient_is_named():
+    embedding = nn.Embedding(3, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="gradient of 'weight' must not be sparse"):
+        reduce_gradients(embedding, group=_world())
+
+
+@ranks(2)
 def test_a_tied_parameter_is_reduced_once():
     model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
     model[1].weight = model[0].weight

@@ -33,6 +33,18 @@ def test_a_change_is_seen(change):
     assert watch.has_changed()
 
 
+def test_another_device_is_seen():
+    class Elsewhere(nn.Parameter):  # as if there was a GPU: ``to`` keeps the object
+        device = torch.device("cpu")
+
+    module = _module()
+    module[0].bias = Elsewhere(torch.ones(2))
+    watch = ParameterWatch(module)
+    assert not watch.has_changed()
+    Elsewhere.device = torch.device("cuda", 0)
+    assert watch.has_changed()
+
+
 def test_training_is_no_change():
     module = _module()
     watch = ParameterWatch(module)

@@ -420,6 +420,32 @@ def test_an_error_in_backward_ends_all_ranks_and_the_next_backward_is_refused():
 
 
 @ranks(2)
+def test_leaves_that_come_out_again_and_again_are_hooked_once():
+    model = _model(1)
+    reducer = Reducer(marks(model), group=_world())
+    x = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
+    for _ in range(3):
+        outputs = model(x), model[0].weight, x
+        reducer.watch(outputs)
+        torch.cat(outputs).sum().backward()
+    assert len(model[0].weight._backward_hooks) == len(x._backward_hooks) == 1
+
+
+@ranks(2)
+def test_hooks_that_would_see_gradients_too_early_are_named():
+    model = _model()
+    reducer = Reducer(marks(model), group=_world())
+    handle = model[2].bias.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(RuntimeError, match=r"'2\.bias' must have no hook"):
+        model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    del reducer
+    with pytest.raises(ValueError, match=r"'2\.bias' must have no hook"):
+        Reducer(marks(model), group=_world())
+    handle.remove()
+    Reducer(marks(model), group=_world())
+
+
+@ranks(2)
 def test_what_cannot_be_reduced_is_named():
     group = _world()
     embedding = nn.Embedding(3, 2, sparse=True)
