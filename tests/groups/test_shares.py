@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megablocks_core.groups import LOCAL, Group, Mesh, Segment, ShardSpec, load_slices
-from megablocks_core.testing import ranks
 from megablocks_core.groups.shares import share_of
+from megablocks_core.testing import ranks
 
 
 def held(shape, specs, dtype=torch.int64):

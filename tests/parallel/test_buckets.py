@@ -38,7 +38,8 @@ def test_every_parameter_has_one_place_in_a_bucket_of_its_kind(parts, limit, sha
         assert 0 <= bucket.length - start < bucket.shares or start == 0
         assert bucket.length > 0
         size = start * bucket.dtype.itemsize
-        assert size <= limit or len(bucket.slots) == 1 or start == parts[bucket.slots[0].index].numel
+        first = parts[bucket.slots[0].index].numel
+        assert size <= limit or len(bucket.slots) == 1 or start == first
         indices = [slot.index for slot in bucket.slots]
         assert indices == sorted(indices, reverse=True)
         # Shards are equal and cover the bucket.
