@@ -22,6 +22,7 @@ from megablocks_core.parallel.reducer import (
     set_gradient_dtype,
 )
 from megablocks_core.parallel.replicas import check_replicas
+from megablocks_core.parallel.wrapping import check_experts, refuse_wrapped
 
 
 class DataParallel(nn.Module):
@@ -54,7 +55,8 @@ class DataParallel(nn.Module):
 
     Raises:
         ValueError: An argument is none of these; the module, or a part of it, is wrapped
-            already; a parameter differs between ranks.
+            already; a parameter differs between ranks; copies of an expert lie outside of
+            ``expert_group``.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class DataParallel(nn.Module):
                 )
             self._reducer.remove()
         groups = {"group": self.group, "expert_group": self.expert_group}
+        check_experts(named, **groups)
         check_replicas(named, **groups, values=values)
         if self._communicates:
             self._reducer = Reducer(named, **groups, **self._options)
@@ -178,21 +181,6 @@ class DataParallel(nn.Module):
                 if parameter.dtype.itemsize < 4:
                     set_gradient_dtype(parameter, torch.float32)
         self._watch = ParameterWatch(self.module)
-
-
-def refuse_wrapped(module: nn.Module) -> None:
-    """Raise if something in the module reduces gradients already.
-
-    Raises:
-        ValueError: It does; the text names the wrapper and where it stands.
-    """
-    for name, part in module.named_modules():
-        kinds = {kind.__name__ for kind in type(part).__mro__}
-        for kind in ("DataParallel", "DistributedDataParallel", "FSDPModule"):
-            if kind in kinds:
-                raise ValueError(
-                    f"module must not be wrapped twice: {name or 'it'} is a {kind} already"
-                )
 
 
 def _without_step(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.groups import Group, marks
+from megablocks_core.groups import marks
 from megablocks_core.groups.patterns import matcher
 from megablocks_core.parallel.fsdp_precision import PrecisionPolicy, dtypes_of
 from megablocks_core.parallel.fsdp_units import Unit, logical_path
@@ -17,8 +17,6 @@ from megablocks_core.parallel.fsdp_units import Unit, logical_path
 # Below this share of its unit, parameters of another dtype travel with the root's: one message
 # for all of them in place of one for each unit.
 _FEW = 0.05
-
-_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FSDPModule")
 
 
 class Kind(NamedTuple):
@@ -116,28 +114,16 @@ def plan_reshards(units: Sequence[Unit], reshard: bool | Mapping[str, bool]) -> 
     return found
 
 
-def refuse(module: nn.Module, *, expert_group: Group) -> None:
-    """Raise if the module or one of its parameters cannot be served.
+def refuse(module: nn.Module) -> None:
+    """Raise if one of the module's parameters cannot be served.
 
     Raises:
-        ValueError: It is wrapped already, or has a parameter that is a scalar, a DTensor, complex
-            or not contiguous, or an expert that lies on other ranks too by no group that is known.
+        ValueError: One is a scalar, a DTensor, complex or not contiguous, or has no element.
     """
-    for path, part in module.named_modules():
-        for kind in type(part).__mro__:
-            if kind.__name__ in _WRAPPERS:
-                raise ValueError(
-                    f"module must not be wrapped twice: {path or 'it'} is a {kind.__name__} already"
-                )
-    for name, parameter, specs in marks(module):
+    for name, parameter, _ in marks(module):
         why = _unserved(parameter)
         if why is not None:
             raise ValueError(f"parameter {name!r} {why}")
-        if specs.expert and {expert_group.size, *(spec.group.size for spec in specs)} == {1}:
-            raise ValueError(
-                f"expert_group={expert_group} must be the ranks that share parameter {name!r}: an "
-                "expert that no mark cuts"
-            )
 
 
 def _unserved(parameter: Tensor) -> str | None:
@@ -145,6 +131,8 @@ def _unserved(parameter: Tensor) -> str | None:
         return "is a DTensor; cut it by marks, as tensor_parallelize does"
     if parameter.dim() == 0:
         return "is a scalar, which has no dimension to cut; give it the shape (1,)"
+    if parameter.numel() == 0:
+        return "has no element, which the reduction does not carry; leave it out"
     if parameter.is_complex():
         return "is complex, which the gather does not carry; keep real and imaginary parts"
     if not parameter.is_contiguous():

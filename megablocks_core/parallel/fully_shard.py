@@ -32,6 +32,7 @@ from megablocks_core.parallel.fsdp_precision import (
 from megablocks_core.parallel.fsdp_units import Unit, plan_units
 from megablocks_core.parallel.gradient_claims import is_claimed
 from megablocks_core.parallel.replicas import check_replicas
+from megablocks_core.parallel.wrapping import check_experts, refuse_wrapped
 
 
 def fully_shard(
@@ -80,7 +81,8 @@ def fully_shard(
 
     Raises:
         ValueError: An argument breaks its rule; a parameter cannot be served (a scalar, a DTensor,
-            a complex or non-contiguous one); the module is wrapped already; ranks differ in
+            an empty, complex or non-contiguous one); copies of an expert lie outside of
+            ``expert_group``; the module is wrapped already; ranks differ in
             names, shapes, dtypes or values.
     """
     groups = {"group": group, "expert_group": expert_group, "replicate": replicate}
@@ -98,7 +100,9 @@ def fully_shard(
     policy = precision or AS_THEY_ARE
     in_shard = together("fully_shard", group=group if group.size > 1 else expert_group)
     with together("fully_shard", group=replicate), in_shard:
-        refuse(module, expert_group=expert_group)
+        refuse_wrapped(module)
+        refuse(module)
+        check_experts(marks(module), **groups)
         plan = plan_units(module, [units] if isinstance(units, str) else units)
         freed = plan_reshards(plan, reshard)
         parts = plan_parts(module, plan, policy, widen_kept(module, policy))

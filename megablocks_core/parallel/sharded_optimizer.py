@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.parallel.buckets import plan_buckets
 from megablocks_core.parallel.clip import clip_grad_norm_
-from megablocks_core.parallel.data_parallel import DataParallel, refuse_wrapped
+from megablocks_core.parallel.data_parallel import DataParallel
 from megablocks_core.parallel.elementwise import OptimizerMaker
 from megablocks_core.parallel.flat_parameters import FlatParameters
 from megablocks_core.parallel.host_states import HostStates
@@ -35,6 +35,7 @@ from megablocks_core.parallel.parameter_gathers import ParameterGathers
 from megablocks_core.parallel.published import Field, Published
 from megablocks_core.parallel.reducer import BUCKET_BYTES, Reducer, check_arguments
 from megablocks_core.parallel.replicas import check_replicas
+from megablocks_core.parallel.wrapping import check_experts, refuse_wrapped
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -126,6 +127,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(wanted, maker.check(wanted))
         self._sealed = True
         named = [(member.name, member.parameter, member.specs) for member in self._members]
+        _check_crossing(group, replicate)
+        check_experts(named, group=group, expert_group=expert_group, replicate=replicate)
         check_replicas(named, group=group, expert_group=expert_group)
         check_replicas(named, group=replicate, expert_group=LOCAL)
         reducer = None
@@ -355,6 +358,14 @@ def _check_options(
         raise ValueError("overlap=True must have a module, through which weights are read")
     if module is not None and not isinstance(module, DataParallel):
         refuse_wrapped(module)
+
+
+def _check_crossing(group: Group, replicate: Group) -> None:
+    if min(group.size, replicate.size) > 1 and len({*group.ranks} & {*replicate.ranks}) != 1:
+        raise ValueError(
+            f"replicate={replicate} must cross group={group} in this rank alone; take both from "
+            "mesh.split(...)"
+        )
 
 
 def _check_data_parallel(

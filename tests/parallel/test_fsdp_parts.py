@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megablocks_core.groups import LOCAL, Group, ShardSpec, mark
+from megablocks_core.groups import LOCAL, ShardSpec, mark
 from megablocks_core.parallel.fsdp_parts import plan_parts, plan_reshards, refuse
 from megablocks_core.parallel.fsdp_precision import AS_THEY_ARE, PrecisionPolicy, widen_kept
 from megablocks_core.parallel.fsdp_units import plan_units
@@ -79,19 +79,17 @@ def test_whether_units_are_freed_goes_by_their_names():
 
 
 def test_what_cannot_be_served_is_named():
-    pair = Group((0, 1))
     net = Net()
-    with pytest.raises(ValueError, match=r"expert_group=LOCAL must be .*'layers.0.expert'"):
-        refuse(net, expert_group=LOCAL)
-    refuse(net, expert_group=pair)
+    refuse(net)
     net.gain = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match=r"'gain' is a scalar.*shape \(1,\)"):
-        refuse(net, expert_group=pair)
+        refuse(net)
     net.gain = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match="'gain' is complex"):
-        refuse(net, expert_group=pair)
+        refuse(net)
     net.gain = nn.Parameter(torch.ones(2, 3).T)
     with pytest.raises(ValueError, match=r"'gain' with strides \(1, 3\) must be contiguous"):
-        refuse(net, expert_group=pair)
-    with pytest.raises(ValueError, match="module must not be wrapped twice: it is a DataParallel"):
-        refuse(nn.DataParallel(Net()), expert_group=pair)
+        refuse(net)
+    net.gain = nn.Parameter(torch.ones(0, 3))
+    with pytest.raises(ValueError, match="'gain' has no element"):
+        refuse(net)

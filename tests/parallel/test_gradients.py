@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 
-from megablocks_core.groups import LOCAL, Group, Mesh, mark
+from megablocks_core.groups import LOCAL, Group, Mesh, ShardSpec, mark
 from megablocks_core.parallel.gradients import reduce_gradients
 from megablocks_core.testing import ranks
 
@@ -77,7 +77,7 @@ def test_an_expert_is_summed_over_its_copies_and_divided_by_all_ranks(reduction)
 @ranks(2)
 def test_an_expert_without_copies_is_only_divided():
     model = nn.Linear(2, 2, bias=False)
-    mark(model, "weight", expert=True)
+    mark(model, "weight", ShardSpec(0, _world()), expert=True)
     model.weight.grad = torch.full((2, 2), 3.0)
     reduce_gradients(model, group=_world(), expert_group=LOCAL)
     assert_close(model.weight.grad, torch.full((2, 2), 1.5))
