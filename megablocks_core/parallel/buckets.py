@@ -66,10 +66,9 @@ def plan_buckets(
         expert_shares: The same of experts.
 
     Raises:
-        ValueError: ``bucket_bytes`` is below 1.
+        ValueError: ``bucket_bytes`` is no integer, or below 1.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
+    check_bucket_bytes(bucket_bytes)
     filling: dict[tuple[torch.dtype, torch.device, bool], list[Described]] = {}
     closed: list[list[Described]] = []
     for one in reversed(described):
@@ -86,6 +85,12 @@ def plan_buckets(
         _bucket(parts, expert_shares if parts[0].expert else shares)
         for parts in (*closed, *filling.values())
     ]
+
+
+def check_bucket_bytes(bucket_bytes: int) -> None:
+    """Raise ``ValueError`` unless it is an integer of at least 1."""
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes!r} must be an integer of at least 1")
 
 
 def _bucket(parts: list[Described], shares: int) -> Bucket:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megablocks_core.groups import LOCAL, Group, marks
+from megablocks_core.parallel.buckets import check_bucket_bytes
 from megablocks_core.parallel.parameter_watch import ParameterWatch
 from megablocks_core.parallel.reducer import (
     BUCKET_BYTES,
@@ -73,6 +74,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         check_arguments(group, expert_group, LOCAL, reduction, reduce_dtype, wire_dtype)
+        check_bucket_bytes(bucket_bytes)
         refuse_wrapped(module)
         self.module = module
         self.group, self.expert_group, self.reduction = group, expert_group, reduction

@@ -16,8 +16,10 @@ def refuse_wrapped(module: nn.Module) -> None:
     """Raise if something in the module reduces gradients already.
 
     Raises:
-        ValueError: It does; the text names the wrapper and where it stands.
+        ValueError: It does, or is no module; the text names the wrapper and where it stands.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module={module!r} must be a module")
     for name, part in module.named_modules():
         kinds = {kind.__name__ for kind in type(part).__mro__}
         for kind in _WRAPPERS:

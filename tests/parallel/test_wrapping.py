@@ -20,6 +20,8 @@ def _expert(*cuts):
 
 def test_a_wrapper_is_found_where_it_stands():
     refuse_wrapped(_expert())
+    with pytest.raises(ValueError, match="module=<built-in function len> must be a module"):
+        DataParallel(len, group=LOCAL)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must not be wrapped twice: 0 is a DataParallel"):
         refuse_wrapped(nn.Sequential(nn.DataParallel(_expert())))
 
