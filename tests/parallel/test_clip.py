@@ -111,6 +111,20 @@ def test_f_018_a_replicated_parameter_counts_once():
     assert clip_grad_norm_(model, 100.0).item() == 13.0
 
 
+@ranks(2)
+def test_f_047_dense_and_expert_gradients_have_one_norm():
+    """Confirmed: 3 on both ranks, 4 and 12 as experts on one each, make 13 everywhere."""
+    group = _world()
+    model = nn.Module()
+    model.dense, model.expert = (nn.Parameter(torch.zeros(1).double()) for _ in range(2))
+    mark(model, "expert", ShardSpec(0, group), expert=True)
+    model.dense.grad = torch.tensor([3.0]).double()
+    model.expert.grad = torch.tensor([(4.0, 12.0)[group.rank]]).double()
+    assert clip_grad_norm_(model, 6.5).item() == 13.0
+    assert_close(model.dense.grad, torch.tensor([1.5]).double(), rtol=1e-6, atol=0)
+    assert_close(model.expert.grad.item(), (2.0, 6.0)[group.rank], rtol=1e-6, atol=0)
+
+
 @ranks(4)
 def test_cuts_over_two_groups_and_stages_send_one_message_each():
     mesh = Mesh(tp=2, pp=2)

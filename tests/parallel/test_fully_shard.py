@@ -20,6 +20,7 @@ from megablocks_core.groups import (
 from megablocks_core.layers import Decoder, DecoderSpec
 from megablocks_core.parallel import fully_shard, reset_parameters
 from megablocks_core.testing import ranks
+from megablocks_core.train import watch
 from tests.parallel.fsdp_models import Net, assert_equal_training
 
 SPEC = DecoderSpec(37, 8, 10, 2, 2, 2, 4)
@@ -46,6 +47,31 @@ def test_five_steps_equal_one_process():
             micros=micros,
             reduction=reduction,
         )
+
+
+@pytest.mark.parametrize(("rows", "mean"), [(3, 5.5), (1, 1.5)])
+@ranks(2)
+def test_f_049_a_mean_over_uneven_shards_is_that_of_the_whole(rows, mean):
+    """Confirmed: not the mean of the ranks' means, of which that of nothing is NaN."""
+    group = Mesh().group("dp")
+    model = nn.Linear(4, rows, bias=False)
+    model.weight.data = torch.arange(4.0 * rows).view(rows, 4)
+    fully_shard(model, group=group)
+    watched = watch(model, gradients=(), activations=(), every=1, group=group)
+    watched.step()
+    assert watched.read()["parameter.mean/weight"] == mean
+
+
+@ranks(4)
+def test_f_049_five_rows_over_four_ranks_are_gathered_as_five():
+    """Confirmed: two, two, one and none."""
+    group = Mesh().group("dp")
+    model = nn.Linear(3, 5, bias=False)
+    whole = model.weight.detach().clone()
+    fully_shard(model, group=group)
+    rows = group.all_gather_object(len(model.weight.to_local()))  # pyright: ignore[reportCallIssue]
+    assert rows == [2, 2, 1, 0]
+    assert torch.equal(gather_whole(model)["weight"], whole)
 
 
 @ranks(4)

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megablocks_core.groups import Group, Mesh
+from megablocks_core.groups import Group, Mesh, gather_whole
+from megablocks_core.parallel import ShardedOptimizer
 from megablocks_core.testing import ranks
-from tests.parallel.sharded_training import Lion, assert_equal_training
+from tests.parallel.sharded_training import Lion, assert_equal_training, built, train
 
 
 def _world():
@@ -52,6 +53,23 @@ def test_experts_are_cut_over_their_own_group(options):
     mesh = Mesh(dp=4, ep=2)
     experts = {"ep": mesh.expert.group("ep"), "expert_group": mesh.expert.group("edp")}
     assert_equal_training(group=mesh.group("dp"), **experts, **options)
+
+
+@ranks(2)
+def test_f_048_experts_of_other_ranks_are_not_overwritten():
+    """Confirmed: at rate 0 all stay as they are and differ; at 0.1 they are one process's."""
+    mesh = Mesh(dp=2, ep=2)
+    experts = {"ep": mesh.expert.group("ep"), "expert_group": mesh.expert.group("edp")}
+    group = mesh.group("dp")
+    _, net = built(ep=experts["ep"])
+    before = gather_whole(net)
+    optimizer = ShardedOptimizer(net, torch.optim.SGD, group=group, lr=0.0)
+    train(net, optimizer, [group.rank], size=2, steps=range(1))
+    for name, tensor in gather_whole(net).items():
+        assert torch.equal(tensor, before[name]), name
+    mine, theirs = group.all_gather(net.layers[0].experts.up.detach())
+    assert mine.shape == theirs.shape and not torch.equal(mine, theirs)
+    assert_equal_training(torch.optim.SGD, group=group, hyperparameters={"lr": 0.1}, **experts)
 
 
 @ranks(4)
