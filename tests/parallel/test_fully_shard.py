@@ -17,6 +17,7 @@ from megablocks_core.groups import (
     marks,
     whole_tensor,
 )
+from megablocks_core.groups.placements import local
 from megablocks_core.layers import Decoder, DecoderSpec
 from megablocks_core.parallel import fully_shard, reset_parameters
 from megablocks_core.testing import ranks
@@ -69,7 +70,7 @@ def test_f_049_five_rows_over_four_ranks_are_gathered_as_five():
     model = nn.Linear(3, 5, bias=False)
     whole = model.weight.detach().clone()
     fully_shard(model, group=group)
-    rows = group.all_gather_object(len(model.weight.to_local()))  # pyright: ignore[reportCallIssue]
+    rows = group.all_gather_object(len(local(model.weight)))
     assert rows == [2, 2, 1, 0]
     assert torch.equal(gather_whole(model)["weight"], whole)
 

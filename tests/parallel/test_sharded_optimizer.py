@@ -67,7 +67,7 @@ def test_f_048_experts_of_other_ranks_are_not_overwritten():
     train(net, optimizer, [group.rank], size=2, steps=range(1))
     for name, tensor in gather_whole(net).items():
         assert torch.equal(tensor, before[name]), name
-    mine, theirs = group.all_gather(net.layers[0].experts.up.detach())
+    mine, theirs = group.all_gather(net.get_parameter("layers.0.experts.up").detach())
     assert mine.shape == theirs.shape and not torch.equal(mine, theirs)
     assert_equal_training(torch.optim.SGD, group=group, hyperparameters={"lr": 0.1}, **experts)
 
