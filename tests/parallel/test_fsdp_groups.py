@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megablocks_core.groups import LOCAL, Group, Mesh, gather_whole
-from megablocks_core.parallel import fully_shard
+from megablocks_core.parallel import PrecisionPolicy, fully_shard
 from megablocks_core.parallel.fsdp_groups import _ExchangeAndSum, place_over
 from megablocks_core.testing import ranks
+from tests.traffic import Traffic
 
 
 @ranks(2, 4)
@@ -83,6 +84,23 @@ def test_messages_of_a_step():
         net: Any = fully_shard(_net(), group=group, reshard=reshard)
         messages = {"_allgather_base_": gathers, "all_to_all_single": 4, "all_reduce": 1}
         assert _counts(net) == messages
+
+
+@ranks(2)
+@pytest.mark.parametrize(("params", "itemsize"), [(None, 4), (torch.bfloat16, 2)])
+def test_bytes_of_a_step(params, itemsize):
+    """Gathers as parameters are used, and exchanges in float32; the root's is gathered once."""
+    net: Any = fully_shard(
+        _net(), group=Mesh().group("dp"), precision=PrecisionPolicy(params=params)
+    )
+    for _ in range(2):
+        with Traffic() as traffic:
+            net(torch.ones(1, 6)).sum().backward()
+    assert traffic.bytes == {
+        "all_gather": (4 + 3) * 36 * itemsize,
+        "all_to_all": 4 * 36 * 4,
+        "all_reduce": 4,  # which parameters were used
+    }
 
 
 @ranks(2)

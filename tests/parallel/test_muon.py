@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 
 from megablocks_core.groups import (
@@ -24,6 +23,7 @@ from megablocks_core.parallel.muon import Muon
 from megablocks_core.parallel.newton_schulz import NewtonSchulz
 from megablocks_core.testing import ranks
 from tests.parallel import muon_layouts
+from tests.traffic import Traffic
 
 MODES = ["gather", "duplicated", "distributed"]
 # A sum of another order differs by some units in the last place, which five steps carry on.
@@ -215,14 +215,15 @@ def test_a_checkpoint_goes_on_in_another_layout(before, after, tmp_path):
 
 @ranks(2)
 @pytest.mark.parametrize(
-    ("mode", "counts"),
+    ("mode", "sizes"),
     [
-        ("gather", {"all_reduce": 1, "all_to_all_single": 2}),
-        ("duplicated", {"all_reduce": 1, "_allgather": 1}),
-        ("distributed", {"all_reduce": 1 + 1 + 5}),
+        ("gather", {"all_reduce": [8], "all_to_all": [8 * 24] * 2}),
+        ("duplicated", {"all_reduce": [8], "all_gather": [8 * 48]}),
+        ("distributed", {"all_reduce": [8, 8] + [8 * 16] * 5}),
     ],
 )
-def test_many_matrices_share_their_messages(mode, counts):
+def test_many_matrices_share_their_messages(mode, sizes):
+    """Eight of 4 x 12: flags, norms, and halves to owners and back, wholes, or Gram matrices."""
     group = Mesh(tp=2).group("tp")
     model = nn.ParameterDict()
     for index in range(8):
@@ -230,13 +231,21 @@ def test_many_matrices_share_their_messages(mode, counts):
         mark(model, f"w{index}", ShardSpec(1, group))
         model[f"w{index}"].grad = torch.randn(4, 6)
     optimizer = Muon(model, mode=mode)
-    with CommDebugMode() as traffic:
+    with Traffic() as traffic:
         optimizer.step()
-    found = {}
-    for message, count in traffic.get_comm_counts().items():
-        name = next((key for key in counts if key in str(message)), str(message))
-        found[name] = found.get(name, 0) + count
-    assert {name: count for name, count in found.items() if count} == counts
+    assert traffic.sorted_sizes() == sizes
+
+
+@ranks(2)
+def test_what_is_dealt_out_is_gathered_once():
+    group = Mesh(dp=2).group("dp")
+    model = nn.ParameterDict({f"w{index}": nn.Parameter(torch.randn(4, 6)) for index in range(8)})
+    for parameter in model.values():
+        parameter.grad = torch.ones(4, 6)
+    optimizer = Muon(model, group=group)
+    with Traffic() as traffic:
+        optimizer.step()
+    assert traffic.sizes == {"all_gather": [8 * 24]}
 
 
 @pytest.mark.parametrize(
