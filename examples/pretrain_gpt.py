@@ -197,7 +197,8 @@ def shared(
 def scheduled(optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> Scheduled:
     """The optimizer's rates, by the samples that were learnt from."""
     samples = options.steps * options.batch_size
-    return Scheduled(optimizer, cosine_schedule(samples, warmup=samples // 20, end=0.1))
+    schedule = cosine_schedule(samples, warmup=samples // 20, end=0.1)
+    return Scheduled(optimizer, schedule, base=[group["lr"] for group in optimizer.param_groups])
 
 
 def resume(state: dict[str, Any], options: argparse.Namespace, *, group: Group) -> None:
@@ -327,8 +328,9 @@ def main() -> None:
         sys.exit(f"rank {world.rank}: {error}")  # what a user can mend, in one line
     except KeyboardInterrupt:
         sys.exit("stopped")
-    if world.size > 1:
-        dist.destroy_process_group()
+    finally:
+        if world.size > 1:
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -222,7 +222,8 @@ def test_sizes_that_do_not_fit_are_named_on_every_rank(tmp_path):
     dist.barrier()
     for wrong, said in {
         "--tp=3": "tp=3",
-        "--tp=2 --optimizer=muon": "--tp=2 must be 1",
+        "--zero=2 --optimizer=muon": "--zero 2 must be 0, 1 or 3",
+        "--tp=2 --dp=2": "dp=2",
         "--kv-heads=3": "num_kv_heads=3 must divide",
         "--tp=2 --heads=3 --kv-heads=3 --hidden-size=36": "heads",
         "--data=/nowhere/at/all": "/nowhere/at/all",
@@ -237,16 +238,17 @@ def test_more_than_one_tensor_parallel_rank_needs_a_launcher(tmp_path):
         run_here(tmp_path, "--tp=2")
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+@pytest.mark.parametrize("optimizer", ["sgd", "muon", "muon --tp=2", "muon --zero=1"])
 def test_other_optimizers_train_one_curve_on_any_ranks(optimizer, tmp_path, launch):
     """Two data-parallel ranks, then one process from their checkpoint, against one all along.
 
     Three sequences do not divide over two ranks: one of them runs a stand-in that counts nothing.
     """
-    more = [f"--optimizer={optimizer}", "--learning-rate=0.01", "--evaluate-every=100"]
+    name, *layout = optimizer.split()
+    more = [f"--optimizer={name}", "--learning-rate=0.01", "--evaluate-every=100"]
     more += ["--batch-size=3", "--micro-batch-size=1"]
     (tmp_path / "two").mkdir()
-    line = words(tmp_path / "two", *more, "--stop-after=3", steps=6)
+    line = words(tmp_path / "two", *more, *layout, "--stop-after=3", steps=6)
     for process in launch(SCRIPT, *line, ranks=2):
         assert process.wait() == 0
     two = curve(run_here(tmp_path / "two", *more, steps=6))["loss"]
