@@ -112,6 +112,16 @@ def test_f_018_a_replicated_parameter_counts_once():
 
 
 @ranks(2)
+def test_f_046_experts_of_all_ranks_enter_the_norm():
+    """Confirmed: a dense one on both ranks and an expert on each make the root of three."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in ("dense", "expert")})
+    mark(model, "expert", ShardSpec(0, _world()), expert=True)
+    for parameter in model.values():
+        parameter.grad = torch.ones(1)
+    assert_close(clip_grad_norm_(model, 1e9).item(), 3**0.5)
+
+
+@ranks(2)
 def test_f_047_dense_and_expert_gradients_have_one_norm():
     """Confirmed: 3 on both ranks, 4 and 12 as experts on one each, make 13 everywhere."""
     group = _world()

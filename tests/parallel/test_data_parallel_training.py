@@ -8,7 +8,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
-from megablocks_core.groups import LOCAL, Group, Mesh, gather_whole, load_whole, mark, marks
+from megablocks_core.groups import (
+    LOCAL,
+    Group,
+    Mesh,
+    ShardSpec,
+    gather_whole,
+    load_whole,
+    mark,
+    marks,
+)
 from megablocks_core.parallel import DataParallel, tensor_parallelize
 from megablocks_core.testing import ranks
 from tests.parallel.tiny_models import tiny_model
@@ -125,6 +134,20 @@ def test_f055_a_mean_over_all_tokens_weighs_every_token_alike():
     assert_close(model.weight.grad, twin.weight.grad)
 
 
+@ranks(2)
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_f055_one_token_of_loss_4_and_three_of_0_make_1(accumulated):
+    """Confirmed: 1, not 2, over ranks and over micro-batches; the gradient is the loss here."""
+    group = _world()
+    model = DataParallel(nn.Linear(1, 1, bias=False), group=group, reduction="sum")
+    rows = [torch.tensor([[4.0]]), torch.zeros(3, 1)]
+    own = rows if accumulated else [rows[group.rank]]
+    num_tokens = 4 * group.size if accumulated else 4
+    for micro in own:
+        model(micro).sum().div(num_tokens).backward()
+    assert model.weight.grad.item() == 1.0
+
+
 @ranks(2, 4)
 @pytest.mark.parametrize("masked", ["one rank", "all ranks"])
 def test_f056_a_rank_whose_labels_are_all_masked_adds_nothing(masked):
@@ -160,7 +183,7 @@ def test_f053_a_scale_is_applied_once_to_each_micro_batch():
     world = _world()
     for extra in (False, True):
         model = nn.Linear(1, 1, bias=False)
-        mark(model, "weight", expert=True)
+        mark(model, "weight", ShardSpec(0, world), expert=True)
         wrapped = DataParallel(model, group=world)
         for index in range(4):
             with wrapped.no_sync() if extra and index < 3 else nullcontext():
