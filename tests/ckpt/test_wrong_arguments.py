@@ -6,6 +6,7 @@ Nothing is written then, nothing is deleted, and no rank waits for another.
 import os
 import sys
 from datetime import timedelta
+from threading import Event
 from types import MappingProxyType
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from megablocks_core import ckpt
+from megablocks_core.ckpt.saving import save_entries
 from megablocks_core.groups import LOCAL, Mesh
 from megablocks_core.testing import ranks
 
@@ -214,10 +216,22 @@ def test_async_saver(tmp_path):
         refused(lambda n: saver.save(path, state, keep_last=n), NO_COUNTS, "keep_last=")
         refused(lambda n: saver.save(path, state, keep_every=n), NO_COUNTS, "keep_every=")
         assert os.listdir(tmp_path) == []
-        files = {"config.json": {"a": 1}}
-        saver.save(path, state, files=files)
-        files["config.json"]["a"] = object()  # what is written was copied
-    assert '"a": 1' in (path / "config.json").read_text()
+
+
+def test_files_are_copied_before_an_async_save_returns(tmp_path):
+    files, changed = {"config.json": {"a": 1}}, Event()
+
+    def late(*arguments, **options):
+        assert changed.wait(60)
+        save_entries(*arguments, **options)
+
+    with ckpt.AsyncSaver() as saver, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megablocks_core.ckpt.async_saver.save_entries", late)
+        saver.save(tmp_path / "a", {"step": 1}, files=files)
+        files["config.json"]["a"] = 2
+        changed.set()
+        saver.wait()
+    assert '"a": 1' in (tmp_path / "a" / "config.json").read_text()
 
 
 @ranks(2)
