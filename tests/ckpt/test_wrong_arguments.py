@@ -9,6 +9,7 @@ from datetime import timedelta
 from threading import Event
 from types import MappingProxyType
 
+import fsspec
 import pytest
 import torch
 from torch import nn
@@ -105,7 +106,6 @@ def test_paths_that_differ(tmp_path):
 
 
 def test_urls():
-    pytest.importorskip("fsspec")
     for call in (lambda p: ckpt.save(p, {"step": 1}), lambda p: ckpt.load(p, {}), ckpt.verify):
         refused(call, ["unknown://a/b"], "path='unknown://a.*must be a URL")
         with pytest.MonkeyPatch.context() as patch:
@@ -118,7 +118,6 @@ def test_urls():
 
 
 def test_a_file_of_a_store_is_no_root():
-    fsspec = pytest.importorskip("fsspec")
     fsspec.filesystem("memory").pipe_file("/wrong/file", b"x")
     refused(ckpt.latest, ["memory://wrong/file"], "root=.*must be a folder")
     refused(ckpt.prune, ["memory://wrong/file/"], "root=.*must be a folder")
