@@ -197,8 +197,7 @@ def shared(
 def scheduled(optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> Scheduled:
     """The optimizer's rates, by the samples that were learnt from."""
     samples = options.steps * options.batch_size
-    schedule = cosine_schedule(samples, warmup=samples // 20, end=0.1)
-    return Scheduled(optimizer, schedule, base=[group["lr"] for group in optimizer.param_groups])
+    return Scheduled(optimizer, cosine_schedule(samples, warmup=samples // 20, end=0.1))
 
 
 def resume(state: dict[str, Any], options: argparse.Namespace, *, group: Group) -> None:

@@ -42,7 +42,7 @@ class Scheduled:
         groups = optimizer.param_groups
         if any(option not in group for group in groups):
             raise ValueError(f"option={option!r} must be one of {sorted(optimizer.defaults)}")
-        if base is None and optimizer.state:
+        if base is None and _was_stepped(optimizer):
             raise ValueError(
                 "base=None must be one value a parameter group, because the optimizer has been "
                 "stepped or loaded and its groups may no longer hold their base values"
@@ -69,3 +69,9 @@ class Scheduled:
             else:
                 group[self.option] = base * factor
         return factor
+
+
+def _was_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has state that a step made; some have theirs from the start, with steps at 0."""
+    counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+    return any(int(count) > 0 for count in counts) if counts else bool(optimizer.state)

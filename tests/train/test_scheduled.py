@@ -50,6 +50,15 @@ def test_a_rate_that_is_a_tensor_is_changed_in_place():
     assert optimizer.param_groups[0]["lr"] is tensor and tensor.item() == 0.375
 
 
+def test_state_from_the_start_is_no_step():
+    optimizer = torch.optim.Adagrad([nn.Parameter(torch.ones(3))], lr=0.5)
+    assert optimizer.state
+    assert Scheduled(optimizer, linear_schedule(4)).set(1) == 0.75
+    step(optimizer)
+    with pytest.raises(ValueError, match="base=None must be one value"):
+        Scheduled(optimizer, linear_schedule(4))
+
+
 def test_f_142_the_rate_after_a_resume_is_that_of_its_step():
     """At step 4 of 10 the rate is 0.4, with the optimizer's state loaded or not."""
     first = two_groups(lr=1.0)
