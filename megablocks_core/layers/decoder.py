@@ -30,9 +30,9 @@ from megablocks_core.parallel import (
     gather_features,
     recompute_modules,
 )
-from megablocks_core.parallel.adapters import LoraFactor
 from megablocks_core.parallel.counter import key_of
 from megablocks_core.parallel.initial import draw_key, normal_
+from megablocks_core.parallel.tensor.adapters import LoraFactor
 
 
 class DecoderOutput(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megablocks_core.layers.mlp import ACTIVATIONS
 from megablocks_core.layers.rotary import check_scaling
-from megablocks_core.parallel.dropout import check_probability
+from megablocks_core.parallel.random.dropout import check_probability
 
 
 @dataclass(frozen=True)

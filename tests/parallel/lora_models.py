@@ -1,8 +1,8 @@
 """Adapters with values that show: at the start one factor of each is zero."""
 
 from megablocks_core.groups import specs_of
-from megablocks_core.parallel.adapters import adapted_layers
 from megablocks_core.parallel.initial import key_of, normal_
+from megablocks_core.parallel.tensor.adapters import adapted_layers
 
 
 def fill(module):

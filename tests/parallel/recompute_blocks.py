@@ -13,7 +13,7 @@ from megablocks_core.parallel import (
     RowParallelLinear,
     column_linears,
 )
-from megablocks_core.parallel.recompute import recompute
+from megablocks_core.parallel.memory.recompute import recompute
 
 F64 = torch.float64
 

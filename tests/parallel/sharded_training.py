@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from megablocks_core.groups import LOCAL, gather_whole, load_whole
 from megablocks_core.parallel import DataParallel, clip_grad_norm_
-from megablocks_core.parallel.sharded_optimizer import ShardedOptimizer
+from megablocks_core.parallel.sharded_optimizer.sharded_optimizer import ShardedOptimizer
 from tests.parallel.fsdp_models import Net, batch, loss_of
 
 # So small that buckets cut parameters, and some ranks own padding only.

@@ -14,13 +14,13 @@ from torch.testing import assert_close
 from megablocks_core.groups import LOCAL, Group, Segment, ShardSpec, gather_whole, mark
 from megablocks_core.parallel import ColumnParallelLinear, RowParallelLinear
 from megablocks_core.parallel.counter import key_of
-from megablocks_core.parallel.embedding import VocabParallelEmbedding
 from megablocks_core.parallel.initial import (
     draw_key,
     normal_,
     reset_parameters,
     uniform_,
 )
+from megablocks_core.parallel.tensor.embedding import VocabParallelEmbedding
 from megablocks_core.testing import ranks
 
 _WORD = (1 << 64) - 1

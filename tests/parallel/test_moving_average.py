@@ -12,9 +12,9 @@ from torch.testing import assert_close
 from megablocks_core import ckpt
 from megablocks_core.groups import Group, logical_tensors, whole_tensor
 from megablocks_core.parallel.moving_average import MovingAverage
-from megablocks_core.parallel.muon import Muon
+from megablocks_core.parallel.muon.muon import Muon
 from megablocks_core.parallel.published import Published
-from megablocks_core.parallel.sharded_optimizer import ShardedOptimizer
+from megablocks_core.parallel.sharded_optimizer.sharded_optimizer import ShardedOptimizer
 from megablocks_core.testing import ranks
 from tests.parallel import muon_layouts
 

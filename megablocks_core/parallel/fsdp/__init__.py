@@ -1,0 +1,1 @@
+"""Weights that are cut over the ranks that share them."""

@@ -1,0 +1,1 @@
+"""Gradients of the whole model: summed, clipped, counted, scaled."""

@@ -1,0 +1,69 @@
+"""Merge adapters into the weights beside them, and undo it to the bit."""
+
+import torch
+from torch import Tensor, nn
+
+from megablocks_core.parallel.lora.layers import kind_of
+from megablocks_core.parallel.tensor.adapters import Adapter, adapted_layers
+
+
+@torch.no_grad()
+def merge_lora(module: nn.Module) -> None:
+    """Add ``scale * B A`` to each adapted weight, in place; the adapters then rest.
+
+    A rank merges its own shares and sends nothing. The sum is taken in at least float32 and
+    rounded once. The weights as they were are kept, a copy of each, for ``unmerge_lora``;
+    ``remove_lora`` lets them go. A ``state_dict`` does not tell merged weights from others: save
+    one before merging, or after ``remove_lora``.
+
+    Raises:
+        ValueError: An adapted weight is tied to another layer's, which would change too, or is
+            sharded by ``fully_shard``. Nothing was changed.
+    """
+    found = [
+        (name, layer, layer.get_parameter("weight"), adapter)
+        for name, layer, adapter in adapted_layers(module)
+        if not adapter.merged
+    ]
+    for name, layer, weight, _ in found:
+        twin = _twin(module, layer, weight)
+        if twin is not None:
+            raise ValueError(f"{name}.weight must not be merged: it is tied to that of {twin}")
+        if hasattr(weight, "full_tensor"):
+            raise ValueError(f"{name}.weight must not be merged: fully_shard has cut it")
+    for _, _, weight, adapter in found:
+        adapter.base = weight.detach().clone()
+        weight.copy_(_merged(adapter.base, adapter))
+
+
+@torch.no_grad()
+def unmerge_lora(module: nn.Module) -> None:
+    """Undo ``merge_lora``: the weights have the bits again that they had before.
+
+    Raises:
+        ValueError: A weight or an adapter has changed since; nothing was.
+    """
+    found = [
+        (name, layer.get_parameter("weight"), adapter, adapter.base)
+        for name, layer, adapter in adapted_layers(module)
+        if adapter.base is not None
+    ]
+    for name, weight, adapter, base in found:
+        if not torch.equal(weight, _merged(base, adapter)):
+            raise ValueError(f"{name} has changed since merge_lora and cannot be unmerged")
+    for _, weight, adapter, base in found:
+        weight.copy_(base)
+        adapter.base = None
+
+
+def _twin(module: nn.Module, layer: nn.Module, weight: nn.Parameter) -> str | None:
+    """The name of another module that holds the same weight."""
+    for name, part in module.named_modules():
+        if part is not layer and any(x is weight for x in part._parameters.values()):
+            return name or kind_of(module)
+    return None
+
+
+def _merged(base: Tensor, adapter: Adapter) -> Tensor:
+    added = adapter.added_weight()
+    return (base.to(torch.promote_types(base.dtype, added.dtype)) + added).to(base.dtype)

@@ -1,0 +1,1 @@
+"""Losses over a vocabulary that is cut, with logits and without."""

@@ -1,0 +1,1 @@
+"""What backward needs: computed again, or kept in the host's memory."""

@@ -1,0 +1,1 @@
+"""Whole models of others, cut over a tensor-parallel group."""

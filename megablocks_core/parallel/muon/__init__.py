@@ -1,0 +1,1 @@
+"""Muon, over logical matrices."""

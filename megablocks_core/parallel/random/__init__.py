@@ -1,0 +1,1 @@
+"""Dropout as a function of counters."""

@@ -1,0 +1,1 @@
+"""An optimizer whose state is cut over the ranks that share the weights."""
