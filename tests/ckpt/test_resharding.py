@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megablocks_core import ckpt
 from megablocks_core.ckpt.entries import take_apart
@@ -29,6 +28,7 @@ from megablocks_core.groups import (
 from megablocks_core.groups.placements import placement_specs
 from megablocks_core.testing import ranks
 from tests.ckpt.flat_optimizer import FlatAdam
+from tests.groups.strided import strided_layer
 
 LAYERS, EXPERTS = 4, 4
 
@@ -316,14 +316,7 @@ def test_fsdp_over_torchs_tensor_parallelism_resumes_unevenly_cut(tmp_path, rows
 
 def _strided_state(rows, whole, moments):
     """A layer cut by torch's tensor parallelism and FSDP, and an AdamW with given moments."""
-    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
-    layer = nn.Linear(5, rows, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(whole)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        parallelize_module(layer, mesh["tp"], ColwiseParallel())
-        fully_shard(layer, mesh=mesh["dp"])
+    layer = strided_layer(whole)
     optimizer, weight = torch.optim.AdamW(layer.parameters(), lr=0.0), layer.weight
     assert isinstance(weight, DTensor) and "_Strided" in repr(weight.placements)
     weight.grad = torch.zeros_like(weight)

@@ -1,20 +1,16 @@
 """A DTensor's placements say the same cuts as marks."""
 
-import warnings
-
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megablocks_core.groups import own_slices
 from megablocks_core.groups.placements import is_dtensor, local, placement_specs
 from megablocks_core.parallel import clip_grad_norm_
 from megablocks_core.testing import ranks
+from tests.groups.strided import strided_layer
 
 _PLACEMENTS = [
     ((Shard(0), Shard(0)), (13, 3)),
@@ -51,15 +47,8 @@ def test_what_they_cannot_say_is_refused():
 @pytest.mark.parametrize("rows", [8, 6, 7, 5, 3, 13, 1])
 def test_fsdp_over_tensor_parallel_cuts_unevenly(rows):
     """The strides of a strided shard differ in length, and some are empty."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole, gradient = torch.arange(5.0 * rows).view(rows, 5), torch.randn(rows, 5)
-    layer = nn.Linear(5, rows, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(whole)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        parallelize_module(layer, mesh["tp"], ColwiseParallel())
-        fully_shard(layer, mesh=mesh["dp"])
+    layer = strided_layer(whole)
     weight, covered = layer.weight, 0
     assert isinstance(weight, DTensor) and isinstance(weight.placements[0], _StridedShard)
     cuts = own_slices(placement_specs(weight), (rows, 5))
