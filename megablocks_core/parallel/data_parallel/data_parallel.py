@@ -15,15 +15,12 @@ from torch import nn
 
 from megablocks_core.groups import LOCAL, Group, marks
 from megablocks_core.parallel.data_parallel.buckets import check_bucket_bytes
+from megablocks_core.parallel.data_parallel.gradient_buffers import set_gradient_dtype
+from megablocks_core.parallel.data_parallel.options import check_arguments
 from megablocks_core.parallel.data_parallel.parameter_watch import ParameterWatch
-from megablocks_core.parallel.data_parallel.reducer import (
-    BUCKET_BYTES,
-    Reducer,
-    check_arguments,
-    set_gradient_dtype,
-)
-from megablocks_core.parallel.data_parallel.replicas import check_replicas
-from megablocks_core.parallel.wrapping import check_experts, refuse_wrapped
+from megablocks_core.parallel.data_parallel.reducer import BUCKET_BYTES, Reducer
+from megablocks_core.parallel.wrapping.refusals import check_experts, refuse_wrapped
+from megablocks_core.parallel.wrapping.replicas import check_replicas
 
 
 class DataParallel(nn.Module):

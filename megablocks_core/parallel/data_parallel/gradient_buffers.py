@@ -31,6 +31,13 @@ class Place(Enum):
     NOW = 2
 
 
+class Shown(NamedTuple):
+    """A gradient that a user sees, and the version in which it shows what the buffer has."""
+
+    gradient: Tensor
+    version: int
+
+
 class Memory(NamedTuple):
     """Flat memory [L], its view for each parameter, and how many tensors lie in it so far."""
 
@@ -66,6 +73,7 @@ class GradientBuffer(ABC):
         self._memory: Memory | None = None
         self._places = [Place.EMPTY] * len(parameters)
         self._open = False  # whether places may be in use
+        self._own: dict[int, Shown] = {}  # the gradients that show this rank's sums
 
     @property
     def flat(self) -> Tensor:
@@ -124,6 +132,7 @@ class GradientBuffer(ABC):
         """Forget what the places hold."""
         self._places = [Place.EMPTY] * len(self._places)
         self._open = False
+        self._own.clear()
 
     def free(self) -> None:
         """Forget what the places hold, and give the memory back."""
@@ -176,22 +185,6 @@ class GradientBuffer(ABC):
 class AliasedBuffer(GradientBuffer):
     """``.grad`` is a view of the buffer. Memory in which a user holds a tensor is left alone."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        parameters: Sequence[nn.Parameter],
-        *,
-        dtype: torch.dtype,
-        scale: float,
-    ) -> None:
-        super().__init__(bucket, parameters, dtype=dtype, scale=scale)
-        self._own: dict[int, Tensor] = {}  # the gradients that show this rank's sums
-
-    def drop(self) -> None:
-        """Forget what the places hold."""
-        super().drop()
-        self._own.clear()
-
     def _free_memory(self) -> Memory | None:
         return self._memory if self._memory is not None and self._memory.is_free() else None
 
@@ -201,13 +194,15 @@ class AliasedBuffer(GradientBuffer):
             return Place.EMPTY
         if slot in self._own and parameter.grad is not self._own[slot]:
             view.copy_(parameter.grad)
-            self._own[slot] = parameter.grad = view.detach()
+            parameter.grad = view.detach()
+            self._own[slot] = Shown(parameter.grad, parameter.grad._version)
         return Place.EARLIER
 
     def _show_own(self, slot: int, view: Tensor) -> None:
         parameter = self.parameters[slot]
         if parameter.grad is None:
-            self._own[slot] = parameter.grad = view.detach()
+            parameter.grad = view.detach()
+            self._own[slot] = Shown(parameter.grad, parameter.grad._version)
 
     def _show_reduced(self, views: Sequence[Tensor], used: Sequence[bool]) -> None:
         for slot, parameter in enumerate(self.parameters):
@@ -216,7 +211,7 @@ class AliasedBuffer(GradientBuffer):
             gradient = parameter.grad
             if gradient is None:
                 parameter.grad = views[slot].detach()
-            elif gradient is not self._own.get(slot):
+            elif slot not in self._own or gradient is not self._own[slot].gradient:
                 gradient.add_(views[slot])
 
 
@@ -237,15 +232,7 @@ class CastBuffer(GradientBuffer):
     ) -> None:
         super().__init__(bucket, parameters, dtype=dtype, scale=scale)
         self._totals: Memory | None = None
-        # The gradients that show this rank's sums, and those that show reduced ones, each
-        # with the version in which it does.
-        self._own: dict[int, tuple[Tensor, int]] = {}
-        self._reduced: dict[int, tuple[Tensor, int]] = {}
-
-    def drop(self) -> None:
-        """Forget what the places hold."""
-        super().drop()
-        self._own.clear()
+        self._reduced: dict[int, Shown] = {}  # the gradients that show reduced sums
 
     def _free_memory(self) -> Memory | None:
         if self._totals is not None and all(one.grad is None for one in self.parameters):
@@ -284,16 +271,16 @@ class CastBuffer(GradientBuffer):
             return None
         return self._totals.views[slot]
 
-    def _shown(self, slot: int, view: Tensor) -> tuple[Tensor, int]:
+    def _shown(self, slot: int, view: Tensor) -> Shown:
         parameter = self.parameters[slot]
         gradient = parameter.grad
         if gradient is None:
             gradient = parameter.grad = view.to(parameter.dtype)
         else:
             gradient.copy_(view)
-        return gradient, gradient._version
+        return Shown(gradient, gradient._version)
 
-    def _is_shown(self, slot: int, where: dict[int, tuple[Tensor, int]]) -> bool:
+    def _is_shown(self, slot: int, where: dict[int, Shown]) -> bool:
         """Whether ``.grad`` is the tensor that was shown, and not changed since."""
         if slot not in where:
             return False
@@ -315,6 +302,15 @@ class HiddenBuffer(GradientBuffer):
 
     def _show_reduced(self, views: Sequence[Tensor], used: Sequence[bool]) -> None:
         """Show nothing."""
+
+
+def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let ``.grad`` have this dtype; one that is there is cast."""
+    if parameter.grad_dtype != dtype:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = dtype
+        if gradient is not None:
+            parameter.grad = gradient.to(dtype)
 
 
 def view_as(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ stand on it.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megablocks_core.groups import LOCAL, Group, Specs, check_group
+from megablocks_core.groups import LOCAL, Group, Specs
 from megablocks_core.parallel.data_parallel.bucket_messages import (
     ShardMessage,
     UsedFlags,
@@ -34,8 +32,11 @@ from megablocks_core.parallel.data_parallel.gradient_buffers import (
     AliasedBuffer,
     CastBuffer,
     HiddenBuffer,
+    set_gradient_dtype,
 )
-from megablocks_core.parallel.data_parallel.gradient_claims import claim, is_claimed, release
+from megablocks_core.parallel.data_parallel.graph import reaches, tensors_in
+from megablocks_core.parallel.data_parallel.options import check_arguments
+from megablocks_core.parallel.wrapping.claims import claim, refuse_claimed, release
 
 BUCKET_BYTES = 25 << 20
 # Messages under way at a time where the memory of buckets is freed once they have arrived.
@@ -98,6 +99,7 @@ class Reducer:
         self._reduce_dtype, self._wire_dtype = reduce_dtype, wire_dtype
         self._cuts, self._keep_full, self._wide = shards, keep_full or not shards, wide_gradients
         trained = [one for one in named if one[1].requires_grad and self._has_work(one[2].expert)]
+        refuse_claimed(trained)
         self.names = [name for name, _, _ in trained]
         self.parameters = [parameter for _, parameter, _ in trained]
         self.buckets = self._plan(trained, bucket_bytes)
@@ -159,7 +161,7 @@ class Reducer:
 
         So a rank on which no parameter is used does not keep the others waiting.
         """
-        for tensor in _tensors(outputs):
+        for tensor in tensors_in(outputs):
             if tensor.requires_grad and tensor not in self._leaves:
                 tensor.register_hook(self._passed)
                 if tensor.is_leaf:  # it and its hooks outlive the pass
@@ -223,7 +225,7 @@ class Reducer:
         except RuntimeError:  # ``autograd.grad`` of a parameter
             return False
         # None of the parameters is reached here, or none was used.
-        return not _reaches(torch._C._current_autograd_node(), set(self._nodes))
+        return not reaches(torch._C._current_autograd_node(), set(self._nodes))
 
     def _send(self, run: _Run, number: int) -> None:
         bucket, buffer = self.buckets[number], self._buffers[number]
@@ -358,11 +360,6 @@ class Reducer:
     def _hook(self) -> None:
         """Hook every parameter, for as long as this reducer lives."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            if is_claimed(parameter):
-                raise ValueError(
-                    f"parameter {name!r} has its gradient reduced by another wrapper already; "
-                    "wrap a module once"
-                )
             if parameter._post_accumulate_grad_hooks:
                 raise ValueError(_sees_too_early(name))
         # The hooks go with the nodes, which live as long as somebody holds them.
@@ -387,36 +384,6 @@ class _Run:
         self.used: dict[int, list[bool]] = {}
 
 
-def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let ``.grad`` have this dtype; one that is there is cast."""
-    if parameter.grad_dtype != dtype:
-        gradient, parameter.grad = parameter.grad, None
-        parameter.grad_dtype = dtype
-        if gradient is not None:
-            parameter.grad = gradient.to(dtype)
-
-
-def check_arguments(
-    group: Group,
-    expert_group: Group,
-    replicate: Group,
-    reduction: str,
-    reduce_dtype: torch.dtype | None,
-    wire_dtype: torch.dtype | None,
-) -> None:
-    """Raise ``ValueError`` unless these arguments of a ``Reducer`` are right."""
-    check_group(group)
-    check_group(expert_group, "expert_group")
-    check_group(replicate, "replicate")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction={reduction!r} must be "mean" or "sum"')
-    for name, dtype in (("reduce_dtype", reduce_dtype), ("wire_dtype", wire_dtype)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"{name}={dtype!r} must be a floating dtype of torch")
-    if wire_dtype is not None and wire_dtype.itemsize != 2:
-        raise ValueError(f"wire_dtype={wire_dtype} must be torch.bfloat16 or torch.float16")
-
-
 def _hook(this: weakref.ref[Reducer], index: int) -> Callable[[tuple[Tensor | None]], Any]:
     def hook(gradients: tuple[Tensor | None]) -> tuple[None] | None:
         reducer = this()
@@ -430,28 +397,6 @@ def _unhook(handles: list[Any], parameters: list[nn.Parameter]) -> None:
         handle.remove()
     for parameter in parameters:
         release(parameter)
-
-
-def _tensors(nest: Any) -> Iterator[Tensor]:
-    for leaf in pytree.tree_leaves(nest):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from _tensors(getattr(leaf, field.name))
-
-
-def _reaches(node: Any, wanted: set[Any]) -> bool:
-    """Whether any of the wanted nodes lies in the graph below ``node``."""
-    seen, ahead = set(), [node]
-    while ahead:
-        node = ahead.pop()
-        if node in wanted:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            ahead += [below for below, _ in node.next_functions]
-    return False
 
 
 def _sees_too_early(name: str) -> str:

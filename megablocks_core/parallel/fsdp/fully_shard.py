@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 from megablocks_core.groups import LOCAL, Group, check_group, marks, together
-from megablocks_core.parallel.data_parallel.gradient_claims import is_claimed
-from megablocks_core.parallel.data_parallel.replicas import check_replicas
 from megablocks_core.parallel.fsdp.parts import (
     Part,
     parameter_at,
@@ -32,7 +30,9 @@ from megablocks_core.parallel.fsdp.precision import (
     widen_kept,
 )
 from megablocks_core.parallel.fsdp.units import Unit, plan_units
-from megablocks_core.parallel.wrapping import check_experts, refuse_wrapped
+from megablocks_core.parallel.wrapping.claims import refuse_claimed
+from megablocks_core.parallel.wrapping.refusals import check_experts, refuse_wrapped
+from megablocks_core.parallel.wrapping.replicas import check_replicas
 
 
 def fully_shard(
@@ -112,11 +112,7 @@ def fully_shard(
                 "stay on their device"
             )
         named = list(marks(module))
-        for name, parameter, _ in named:
-            if is_claimed(parameter):
-                raise ValueError(
-                    f"parameter {name!r} is reduced by an optimizer or wrapper already"
-                )
+        refuse_claimed(named)
     check_replicas(named, group=group, expert_group=expert_group)
     check_replicas(named, group=replicate, expert_group=LOCAL)
     divisor = group.size * replicate.size if reduction == "mean" else 1

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, check_group, marks
-from megablocks_core.parallel.wrapping import check_experts
+from megablocks_core.parallel.wrapping.refusals import check_experts
 
 
 @torch.no_grad()

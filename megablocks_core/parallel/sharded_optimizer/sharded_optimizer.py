@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.parallel.data_parallel.buckets import plan_buckets
 from megablocks_core.parallel.data_parallel.data_parallel import DataParallel
-from megablocks_core.parallel.data_parallel.reducer import BUCKET_BYTES, Reducer, check_arguments
-from megablocks_core.parallel.data_parallel.replicas import check_replicas
+from megablocks_core.parallel.data_parallel.options import check_arguments
+from megablocks_core.parallel.data_parallel.reducer import BUCKET_BYTES, Reducer
 from megablocks_core.parallel.gradients.clip import clip_grad_norm_
 from megablocks_core.parallel.published import Field, Published
 from megablocks_core.parallel.sharded_optimizer.buckets import OptimizerBucket
@@ -39,7 +39,8 @@ from megablocks_core.parallel.sharded_optimizer.state import (
     set_options,
     without_members,
 )
-from megablocks_core.parallel.wrapping import check_experts, refuse_wrapped
+from megablocks_core.parallel.wrapping.refusals import check_experts, refuse_wrapped
+from megablocks_core.parallel.wrapping.replicas import check_replicas
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

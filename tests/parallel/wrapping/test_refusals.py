@@ -7,7 +7,7 @@ from torch import nn
 
 from megablocks_core.groups import LOCAL, Group, Mesh, ShardSpec, mark, marks
 from megablocks_core.parallel import DataParallel, ShardedOptimizer, fully_shard, reduce_gradients
-from megablocks_core.parallel.wrapping import check_experts, refuse_wrapped
+from megablocks_core.parallel.wrapping.refusals import check_experts, refuse_wrapped
 from megablocks_core.testing import ranks
 
 

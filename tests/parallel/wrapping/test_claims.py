@@ -4,10 +4,17 @@ import copy
 import gc
 import pickle
 
+import pytest
 import torch
 from torch import nn
 
-from megablocks_core.parallel.data_parallel.gradient_claims import claim, is_claimed, release
+from megablocks_core.groups import marks
+from megablocks_core.parallel.wrapping.claims import (
+    claim,
+    is_claimed,
+    refuse_claimed,
+    release,
+)
 
 
 class _Owner:
@@ -34,3 +41,11 @@ def test_copies_are_free():
     assert not is_claimed(copy.deepcopy(parameter))
     assert not is_claimed(pickle.loads(pickle.dumps(parameter)))
     assert is_claimed(parameter)
+
+
+def test_the_first_that_is_claimed_is_named():
+    model, owner = nn.Linear(2, 2), _Owner()
+    refuse_claimed(marks(model))
+    claim(model.bias, owner)
+    with pytest.raises(ValueError, match="'bias' has its gradient reduced by another wrapper"):
+        refuse_claimed(marks(model))

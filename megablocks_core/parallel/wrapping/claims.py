@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from megablocks_core.groups import Specs
 
 _NAME = "_gradient_claim"
 
@@ -19,6 +22,20 @@ def is_claimed(parameter: Tensor) -> bool:
     """Whether a living owner reduces the parameter's gradient."""
     found = getattr(parameter, _NAME, None)
     return found is not None and found.owner() is not None
+
+
+def refuse_claimed(named: Iterable[tuple[str, nn.Parameter, Specs]]) -> None:
+    """Raise if somebody reduces the gradient of one of these parameters.
+
+    Raises:
+        ValueError: It names the first.
+    """
+    for name, parameter, _ in named:
+        if is_claimed(parameter):
+            raise ValueError(
+                f"parameter {name!r} has its gradient reduced by another wrapper or optimizer "
+                "already; wrap a module once"
+            )
 
 
 def release(parameter: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megablocks_core.groups import LOCAL, Group, Mesh, mark, marks
-from megablocks_core.parallel.data_parallel.replicas import check_replicas
+from megablocks_core.parallel.wrapping.replicas import check_replicas
 from megablocks_core.testing import ranks
 
 
