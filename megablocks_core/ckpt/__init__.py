@@ -7,7 +7,7 @@ folder that appears whole or not at all; ``LATEST`` beside it names the newest.
 from megablocks_core.ckpt.async_saver import AsyncSaver as AsyncSaver
 from megablocks_core.ckpt.loading import LoadReport as LoadReport
 from megablocks_core.ckpt.loading import load as load
-from megablocks_core.ckpt.local_tier import LocalTier as LocalTier
+from megablocks_core.ckpt.local_tier.tier import LocalTier as LocalTier
 from megablocks_core.ckpt.logical import LogicalField as LogicalField
 from megablocks_core.ckpt.logical import LogicalGroup as LogicalGroup
 from megablocks_core.ckpt.logical import LogicalOptimizer as LogicalOptimizer

@@ -10,9 +10,9 @@ from typing import Any
 
 from megablocks_core.ckpt.arguments import check_count, check_path, short
 from megablocks_core.ckpt.local_place import LocalPlace
-from megablocks_core.ckpt.local_tier_hosts import partners
-from megablocks_core.ckpt.local_tier_loading import load_newest_parts
-from megablocks_core.ckpt.local_tier_saving import save_parts
+from megablocks_core.ckpt.local_tier.hosts import partners
+from megablocks_core.ckpt.local_tier.loading import load_newest_parts
+from megablocks_core.ckpt.local_tier.saving import save_parts
 from megablocks_core.ckpt.manifest import CheckpointError
 from megablocks_core.ckpt.places import is_url
 from megablocks_core.ckpt.rounds import BUCKET_BYTES

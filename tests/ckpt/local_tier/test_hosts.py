@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megablocks_core.ckpt.local_tier_hosts import partners
+from megablocks_core.ckpt.local_tier.hosts import partners
 
 
 def test_neighbouring_hosts_keep_each_others_parts():

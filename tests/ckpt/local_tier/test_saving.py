@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt import exchange, local_tier_saving
+from megablocks_core.ckpt import exchange
 from megablocks_core.ckpt.local_place import LocalPlace
+from megablocks_core.ckpt.local_tier import saving
 from megablocks_core.files import disk
 from megablocks_core.groups import Group, Mesh
 from megablocks_core.groups.swaps import swap
@@ -237,7 +238,7 @@ def test_memory_is_bounded_by_a_few_batches(tmp_path):
     tier = Hosts(tmp_path, ["a", "b"], world).tier()
     tier._limit = 2**16
     sizes, rounds = [], []
-    real = local_tier_saving.Exchange
+    real = saving.Exchange
 
     def noted(outgoing, incoming, *, group):
         rounds.append(1)
@@ -245,7 +246,7 @@ def test_memory_is_bounded_by_a_few_batches(tmp_path):
             sizes.append(sum(one.nbytes for one in pieces))
         return real(outgoing, incoming, group=group)
 
-    with patch.object(local_tier_saving, "Exchange", noted):
+    with patch.object(saving, "Exchange", noted):
         tier.save(1, {"net": torch.nn.ParameterList(torch.ones(99, 99) for _ in range(9))})
     assert len(rounds) == 9 and max(sizes) <= 2**16
 

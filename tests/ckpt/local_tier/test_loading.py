@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt import local_tier_loading
+from megablocks_core.ckpt.local_tier import loading
 from megablocks_core.groups import Mesh
 from megablocks_core.testing import ranks
 from tests.ckpt.flat_optimizer import FlatAdam
@@ -176,7 +176,7 @@ def test_an_error_of_one_rank_that_is_no_damage_is_raised_on_all(tmp_path):
         hosts.tier().save(step, state_of(world, step))
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(local_tier_loading._Served, "read", _no_memory)
+            patch.setattr(loading._Served, "read", _no_memory)
         with pytest.raises((MemoryError, ckpt.CheckpointError), match="no memory"):
             hosts.tier().load_newest(state_of(world, 9))
     assert hosts.tier().load_newest(state_of(world, 9)) == 2

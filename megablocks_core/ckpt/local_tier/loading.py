@@ -14,7 +14,7 @@ from torch import Tensor
 from megablocks_core.ckpt.arguments import check_state
 from megablocks_core.ckpt.exchange import Exchange
 from megablocks_core.ckpt.local_place import LocalPlace
-from megablocks_core.ckpt.local_tier_parts import (
+from megablocks_core.ckpt.local_tier.parts import (
     FILE,
     Contents,
     PartId,

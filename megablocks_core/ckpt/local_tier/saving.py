@@ -16,7 +16,7 @@ from megablocks_core.ckpt.arguments import short
 from megablocks_core.ckpt.entries import take_apart
 from megablocks_core.ckpt.exchange import Exchange
 from megablocks_core.ckpt.local_place import LocalPlace
-from megablocks_core.ckpt.local_tier_parts import (
+from megablocks_core.ckpt.local_tier.parts import (
     Contents,
     PartId,
     SaveId,

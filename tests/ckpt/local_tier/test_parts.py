@@ -8,7 +8,7 @@ import torch
 from megablocks_core import ckpt
 from megablocks_core.ckpt.boxes import lengths
 from megablocks_core.ckpt.local_place import LocalPlace
-from megablocks_core.ckpt.local_tier_parts import (
+from megablocks_core.ckpt.local_tier.parts import (
     Contents,
     PartId,
     SaveId,

@@ -1,0 +1,1 @@
+"""Quick saves on the hosts' own disks, each part on several hosts."""
