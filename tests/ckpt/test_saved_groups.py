@@ -96,7 +96,7 @@ def test_a_field_that_was_not_saved_is_missing(tmp_path):
     train(called, optimizer, [group.rank], size=2, steps=range(1))
     ckpt.save(tmp_path / "saved", {"model": net, "optimizer": optimizer}, group=group)
     _, other = built()
-    more = {"amsgrad": True, "groups": _groups(other)}
+    more = {"amsgrad": True, "expert_group": group, "groups": _groups(other)}
     wider = ShardedOptimizer(other, torch.optim.AdamW, group=group, **more)
     with pytest.raises(ValueError, match="lacks .*max_exp_avg_sq"):
         ckpt.load(tmp_path / "saved", {"model": other, "optimizer": wider}, group=group)
