@@ -57,7 +57,7 @@ def _storages():
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter):
+        if type(thing) in (torch.Tensor, nn.Parameter) and thing.layout == torch.strided:
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(storages.values())
 

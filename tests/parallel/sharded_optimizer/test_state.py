@@ -134,7 +134,8 @@ def test_rules_and_schedules_know_logical_parameters():
     group = _world()
     _, net = built()
     groups = parameter_groups(net, {"lr": 0.01, "weight_decay": 0.1})
-    optimizer = ShardedOptimizer(net, torch.optim.AdamW, group=group, groups=groups)
+    ranks_of = {"group": group, "expert_group": group}
+    optimizer = ShardedOptimizer(net, torch.optim.AdamW, groups=groups, **ranks_of)
     for mine, theirs in zip(optimizer.param_groups, groups, strict=True):
         assert mine["param_names"] == theirs["param_names"]
         assert all(
