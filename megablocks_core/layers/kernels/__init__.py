@@ -1,0 +1,1 @@
+"""Kernels for layers: each has a plain twin that says the same."""

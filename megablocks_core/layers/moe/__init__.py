@@ -1,0 +1,1 @@
+"""Mixture of experts: routers, dispatch, experts and losses, in any layout."""

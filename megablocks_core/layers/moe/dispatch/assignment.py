@@ -1,0 +1,112 @@
+"""Slots in the order of their experts, and the way back.
+
+Nothing here reads a value on the host, and every sum is a gather: the same bits in each run.
+
+Dimensions: T tokens, k slots a token, E experts, C places an expert, N places of all experts, H
+features.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Order(NamedTuple):
+    """Which slot lies in which place.
+
+    Attributes:
+        slots: The slot t k + s in each place [N]; -1 where it is empty.
+        rows: Its token t [N]; -1 where it is empty.
+        places: The place of each slot [T k]; -1 where it has none.
+        counts: Places that each expert fills [E], int64.
+    """
+
+    slots: Tensor
+    rows: Tensor
+    places: Tensor
+    counts: Tensor
+
+    def take(self, values_Tk: Tensor) -> Tensor:
+        """What each place has of values of the slots [N]; 0 where it is empty."""
+        return _Take.apply(values_Tk.reshape(-1), self.slots, self.places.reshape(-1))
+
+
+def by_expert(indices_Tk: Tensor, num_experts: int, *, capacity: int | None = None) -> Order:
+    """The slots sorted by expert, and inside an expert by token and slot.
+
+    Without a capacity N = T k, and the slots without an expert leave the last places empty.
+    With one N = E C, expert e has the places from e C on, and slots beyond them are dropped.
+
+    Args:
+        indices_Tk: Expert of each slot [T k], int64; negative: none.
+        num_experts: E.
+        capacity: C.
+    """
+    experts = indices_Tk.reshape(-1)
+    keys, slots = torch.where(experts < 0, num_experts, experts).sort(stable=True)
+    bounds = torch.searchsorted(keys, torch.arange(num_experts + 1, device=keys.device))
+    starts, counts = bounds[:-1], bounds.diff()
+    if capacity is None:
+        places = slots.argsort()
+        slots = torch.where(keys < num_experts, slots, -1)
+    else:
+        counts = counts.clamp(max=capacity)
+        inside = torch.arange(capacity, device=keys.device)
+        filled = inside < counts[:, None]
+        sorted_place = torch.where(filled, starts[:, None] + inside, 0)
+        slots, order = torch.where(filled, _at(slots, sorted_place), -1).reshape(-1), slots
+        rank_in_expert = order.argsort() - _at(starts, experts.clamp(min=0))
+        places = torch.where(rank_in_expert < capacity, experts * capacity + rank_in_expert, -1)
+    places = torch.where(experts < 0, -1, places).view_as(indices_Tk)
+    rows = torch.where(slots < 0, -1, slots // max(indices_Tk.shape[-1], 1))
+    return Order(slots, rows, places, counts)
+
+
+def take_rows(x_MH: Tensor, rows_N: Tensor) -> Tensor:
+    """Rows of ``x``, zero where the index is negative [N H]. No gradient flows."""
+    if x_MH.shape[0] == 0:
+        return x_MH.new_zeros(rows_N.shape[0], *x_MH.shape[1:])
+    taken = x_MH.index_select(0, rows_N.clamp(min=0))
+    return taken.masked_fill_((rows_N < 0).view(-1, *[1] * (x_MH.dim() - 1)), 0)
+
+
+def sum_slots(y_NH: Tensor, order: Order) -> Tensor:
+    """For each token the sum of its slots' rows, from the first slot to the last [T H].
+
+    Backward gives each place the gradient of its token; nothing of size [N H] is kept.
+    """
+    return _SumSlots.apply(y_NH, order.places, order.rows)
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    return values.new_zeros(index.shape) if values.numel() == 0 else values[index]
+
+
+class _Take(torch.autograd.Function):
+    """A gather whose backward is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, slots: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(slots, places)
+        return take_rows(values, slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        slots, places = ctx.saved_tensors
+        return _Take.apply(grad, places, slots), None, None
+
+
+class _SumSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_NH: Tensor, places_Tk: Tensor, rows_N: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_N)
+        total = take_rows(y_NH, places_Tk[:, 0])
+        for slot in range(1, places_Tk.shape[1]):
+            total += take_rows(y_NH, places_Tk[:, slot])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Any, ...]:
+        (rows_N,) = ctx.saved_tensors
+        return take_rows(dy_TH, rows_N), None, None

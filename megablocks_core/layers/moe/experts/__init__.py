@@ -1,0 +1,1 @@
+"""Experts: what is computed with each token, in several forms."""

@@ -1,0 +1,1 @@
+"""Auxiliary losses of routings."""

@@ -1,0 +1,1 @@
+"""Routers: which experts each token goes to."""
