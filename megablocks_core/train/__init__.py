@@ -3,6 +3,7 @@
 from megablocks_core.train.determinism import assert_deterministic as assert_deterministic
 from megablocks_core.train.evaluate import evaluate as evaluate
 from megablocks_core.train.evaluate import next_token_loss as next_token_loss
+from megablocks_core.train.expert_load import expert_load as expert_load
 from megablocks_core.train.flops import AttentionWork as AttentionWork
 from megablocks_core.train.flops import ExpertsWork as ExpertsWork
 from megablocks_core.train.flops import FeedForwardWork as FeedForwardWork

@@ -127,6 +127,14 @@ def running_mean(values: Sequence[float], reach: int) -> list[float]:
     return result
 
 
+def column_edges(steps: Sequence[int]) -> list[float]:
+    """Where the columns of ``steps`` begin and end: half-way between neighbours."""
+    middles = [(left + right) / 2 for left, right in zip(steps, steps[1:], strict=False)]
+    first = steps[0] - (middles[0] - steps[0] if middles else 0.5)
+    last = steps[-1] + (steps[-1] - middles[-1] if middles else 0.5)
+    return [first, *middles, last]
+
+
 def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
     """Name each curve at its end (x, y, words, colour), moved apart where the ends lie close."""
     bounds = axes.get_ylim()

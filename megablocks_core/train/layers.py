@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 
-from megablocks_core.train.drawing import panels
+from megablocks_core.train.drawing import column_edges, panels
 from megablocks_core.train.folder import Run
 
 _MAPS = {"gradient.norm": "gradient norm", "activation.rms": "output, root mean square"}
@@ -32,7 +32,7 @@ def plot_layers(run: Run, target: str | Path | BytesIO) -> bool:
             steps = sorted({step for row in rows.values() for step in row})
             colors = [[_logarithm(row.get(step)) for step in steps] for row in rows.values()]
             image = each.pcolormesh(
-                _edges(steps), range(len(rows) + 1), colors, cmap="cividis", rasterized=True
+                column_edges(steps), range(len(rows) + 1), colors, cmap="cividis", rasterized=True
             )
             each.set_yticks([place + 0.5 for place in range(len(rows))], list(rows), fontsize=7)
             each.invert_yaxis()
@@ -73,11 +73,3 @@ def _layer_of(name: str, *, is_parameter: bool) -> str:
 
 def _logarithm(value: float | None) -> float:
     return math.log10(value) if value and math.isfinite(value) else math.nan
-
-
-def _edges(steps: list[int]) -> list[float]:
-    """Where the columns of ``steps`` begin and end: half-way between neighbours."""
-    middles = [(left + right) / 2 for left, right in zip(steps, steps[1:], strict=False)]
-    first = steps[0] - (middles[0] - steps[0] if middles else 0.5)
-    last = steps[-1] + (steps[-1] - middles[-1] if middles else 0.5)
-    return [first, *middles, last]

@@ -57,6 +57,7 @@ class Pictures(NamedTuple):
     losses: bytes
     speed: bytes | None = None
     layers: bytes | None = None
+    experts: bytes | None = None
 
 
 def page(
@@ -75,6 +76,8 @@ def page(
         _validation(run),
         "" if pictures.layers is None else "<h2>Layers</h2>",
         image(pictures.layers, "Gradient norm and output of each layer over steps"),
+        "" if pictures.experts is None else "<h2>Experts</h2>",
+        image(pictures.experts, "Load of each expert over steps"),
         _distance(run.summary.get("layout_distance")),
         _sample(run.summary.get("sample")),
         _starts(run),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megablocks_core.train.comparison import comparison
+from megablocks_core.train.expert_load import plot_expert_load
 from megablocks_core.train.figures import hard_metrics
 from megablocks_core.train.folder import Run, read_run
 from megablocks_core.train.layers import plot_layers
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pictures(run: Run) -> Pictures:
-    losses, speed, layers = BytesIO(), BytesIO(), BytesIO()
+    losses, speed, layers, experts = (BytesIO() for _ in range(4))
     plot_loss(run, losses)
     timed = any("step_seconds" in line.values for line in run.lines)
     if timed:
@@ -101,6 +102,7 @@ def _pictures(run: Run) -> Pictures:
         losses.getvalue(),
         speed.getvalue() if timed else None,
         layers.getvalue() if watched else None,
+        experts.getvalue() if plot_expert_load(run, experts) else None,
     )
 
 
