@@ -1,0 +1,165 @@
+"""The experts of a mixture, stacked (SwiGLU ones: https://arxiv.org/abs/2401.04088, section 2.1).
+
+Dimensions: E experts, I features, H hidden size, M rows, N places. A lowercase letter is this
+rank's share of the capital one: e = E / ep.size, i = I / etp.size.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megablocks_core.groups import LOCAL, Group, ShardSpec, mark, specs_of, split_evenly
+from megablocks_core.layers.moe.dispatch import Dispatched
+from megablocks_core.layers.moe.experts.activations import ACTIVATIONS
+from megablocks_core.layers.moe.experts.loop import loop
+from megablocks_core.layers.moe.experts.projections import Formula, Projections, Weigh
+from megablocks_core.parallel.initial import key_for, uniform_
+
+Form = Literal["loop"]
+_FORMS = {"loop": loop}
+_WEIGH = ("hidden", "input", "output")
+
+
+class GroupedExperts(nn.Module):
+    """``down_proj(activation(gate_proj(x), up_proj(x)))`` of each place's expert, weighted.
+
+    Maps ``Dispatched`` with ``x`` [M H] to ``y`` [N H], zero in empty places. Over ``etp`` each
+    rank has the part of ``y`` that its features give; a dispatcher sums these. Nothing is sent.
+
+    Args:
+        num_experts: E.
+        hidden_size: H.
+        ffn_size: I.
+        activation: A name of ``ACTIVATIONS``; plain ones have no ``gate_proj``.
+        bias: Add biases to all projections.
+        weigh: What a place's weight multiplies: the "hidden" activation, the "input" (as Llama
+            4 does), or the "output". The first and the last differ in rounding alone.
+        form: How it is computed; all forms give the same.
+        ep: The ranks that share the experts.
+        etp: The ranks that share the features of each expert.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: ``num_experts`` or ``ffn_size`` does not divide evenly over its group, or an
+            option is none of those named.
+    """
+
+    gate_proj: nn.Parameter | None
+    up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    gate_bias: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        weigh: Weigh = "hidden",
+        form: Form = "loop",
+        ep: Group = LOCAL,
+        etp: Group = LOCAL,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _require("activation", activation, ACTIVATIONS)
+        _require("weigh", weigh, _WEIGH)
+        _require("form", form, _FORMS)
+        self.num_experts, self.hidden_size, self.ffn_size = num_experts, hidden_size, ffn_size
+        self.experts = split_evenly(num_experts, group=ep, name="num_experts")
+        self.features = split_evenly(ffn_size, group=etp, name="ffn_size")
+        self.activation, self.weigh, self.form = activation, weigh, form
+        self.ep, self.etp = ep, etp
+        self.formula = Formula(ACTIVATIONS[activation], weigh)
+        self._add_parameters(bias, device, dtype)
+        self.reset_parameters()
+
+    def _add_parameters(
+        self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        experts, features = (part.stop - part.start for part in (self.experts, self.features))
+        rows, columns = ShardSpec(1, self.etp), ShardSpec(2, self.etp)
+        first = ("gate", "up") if self.formula.activation.gated else ("up",)
+        shapes: dict[str, tuple[tuple[int, ...], tuple[ShardSpec, ...]]] = {}
+        for name in first:
+            shapes[f"{name}_proj"] = (features, self.hidden_size), (rows,)
+        shapes["down_proj"] = (self.hidden_size, features), (columns,)
+        if bias:
+            shapes |= {f"{name}_bias": ((features,), (rows,)) for name in first}
+            shapes["down_bias"] = (self.hidden_size,), ()
+        for name in ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias"):
+            if name not in shapes:
+                self.register_parameter(name, None)
+                continue
+            shape, specs = shapes[name]
+            value = torch.empty(experts, *shape, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(value))
+            layer, _, kind = name.partition("_")
+            leaf = "weight" if kind == "proj" else "bias"
+            each = f"experts.{{}}.{layer}_proj.{leaf}"
+            mark(self, name, ShardSpec(0, self.ep), *specs, each=each, expert=True)
+
+    def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
+        """Draw each expert's values as ``nn.Linear`` does; one seed is one model at any size."""
+        for name, parameter in self.named_parameters(recurse=False):
+            inputs = self.ffn_size if name.startswith("down") else self.hidden_size
+            bound = inputs**-0.5 if inputs else 0.0
+            key = key_for(parameter, prefix + name, seed)
+            uniform_(parameter, key=key, low=-bound, high=bound, specs=specs_of(self, name))
+
+    def forward(self, dispatched: Dispatched) -> Tensor:
+        """Weighted results of the experts here, a row for each place [N H]."""
+        projections = self._projections()
+        device = dispatched.x.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            dispatched = dispatched._replace(x=dispatched.x.to(dtype))
+            projections = projections.each(lambda tensor: tensor.to(dtype))
+        return _FORMS[self.form](dispatched, projections, self.formula)
+
+    def _projections(self) -> Projections:
+        down_bias: Tensor | None = self.down_bias
+        if down_bias is not None and self.etp.size > 1:
+            down_bias = _OnFirstRank.apply(down_bias, self.etp.rank == 0)
+        return Projections(
+            self.gate_proj,
+            self.up_proj,
+            self.down_proj,
+            self.gate_bias,
+            self.up_bias,
+            down_bias,
+        )
+
+    def extra_repr(self) -> str:
+        """The whole sizes, what is computed and the number of ranks."""
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"ffn_size={self.ffn_size}, activation={self.activation!r}, "
+            f"bias={self.down_bias is not None}, weigh={self.weigh!r}, form={self.form!r}, "
+            f"ep={self.ep.size}, etp={self.etp.size}"
+        )
+
+
+class _OnFirstRank(torch.autograd.Function):
+    """A bias that one rank adds to a sum over ranks, all of which have its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, is_first: bool) -> Tensor:
+        return bias.clone() if is_first else torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+def _require(name: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
