@@ -25,6 +25,8 @@ class Dispatched(NamedTuple):
         host_counts: ``tokens_per_expert`` as integers of the host, if a dispatcher has read
             them; experts that need them read them otherwise.
         capacity: C, if there is one.
+        places: The places that read each row of ``x`` [M, any number], -1 where there is none;
+            experts find them otherwise.
     """
 
     x: Tensor
@@ -33,6 +35,7 @@ class Dispatched(NamedTuple):
     tokens_per_expert: Tensor
     host_counts: list[int] | None = None
     capacity: int | None = None
+    places: Tensor | None = None
 
 
 class Dispatcher(ABC):

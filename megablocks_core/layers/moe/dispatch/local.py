@@ -19,6 +19,7 @@ class LocalDispatcher(Dispatcher):
             order.take(routing.weights),
             order.counts,
             capacity=routing.capacity,
+            places=order.places,
         )
         return dispatched, order
 
