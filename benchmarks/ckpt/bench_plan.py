@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.timing import Times, report
-from megablocks_core.ckpt.boxes import flat_boxes, moved
-from megablocks_core.ckpt.load_plan import plan_load
 from megablocks_core.ckpt.manifest import Chunk, StoredAs
-from megablocks_core.ckpt.outlines import Outline, holdings, pack
-from megablocks_core.ckpt.save_plan import plan_save
+from megablocks_core.ckpt.plans.boxes import flat_boxes, moved
+from megablocks_core.ckpt.plans.load_plan import plan_load
+from megablocks_core.ckpt.plans.outlines import Outline, holdings, pack
+from megablocks_core.ckpt.plans.save_plan import plan_save
 from megablocks_core.files.safetensors import DTYPE_CODES
 from megablocks_core.groups.cuts import Box, chunk_slice
 

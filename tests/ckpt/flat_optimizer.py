@@ -2,7 +2,7 @@
 
 import torch
 
-from megablocks_core.ckpt.logical import LogicalField, LogicalState
+from megablocks_core.ckpt.state.logical import LogicalField, LogicalState
 from megablocks_core.groups import LOCAL
 
 

@@ -5,8 +5,8 @@ from math import prod
 
 import torch
 
-from megablocks_core.ckpt.boxes import lengths, whole_box
-from megablocks_core.ckpt.outlines import Outline
+from megablocks_core.ckpt.plans.boxes import lengths, whole_box
+from megablocks_core.ckpt.plans.outlines import Outline
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 

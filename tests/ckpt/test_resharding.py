@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt.entries import take_apart
+from megablocks_core.ckpt.state.entries import take_apart
 from megablocks_core.groups import (
     LOCAL,
     Group,

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt import exchange, loading, windows
+from megablocks_core.ckpt.loading import loading
+from megablocks_core.ckpt.transfer import exchange, windows
 from megablocks_core.groups import Group, Mesh, ShardSpec, mark
 from megablocks_core.groups.swaps import on_any, swap
 from megablocks_core.testing import ranks
-from tests.ckpt.test_windows import on_hosts
+from tests.ckpt.transfer.test_windows import on_hosts
 
 
 class _Counts:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt.saving import save_entries
+from megablocks_core.ckpt.saving.saving import save_entries
 from megablocks_core.groups import LOCAL, Mesh
 from megablocks_core.testing import ranks
 
@@ -225,7 +225,7 @@ def test_files_are_copied_before_an_async_save_returns(tmp_path):
         save_entries(*arguments, **options)
 
     with ckpt.AsyncSaver() as saver, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megablocks_core.ckpt.async_saver.save_entries", late)
+        patch.setattr("megablocks_core.ckpt.saving.async_saver.save_entries", late)
         saver.save(tmp_path / "a", {"step": 1}, files=files)
         files["config.json"]["a"] = 2
         changed.set()

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megablocks_core.ckpt.arguments import check_state
-from megablocks_core.ckpt.exchange import Exchange
-from megablocks_core.ckpt.local_place import LocalPlace
+from megablocks_core.ckpt.format.manifest_reading import parse_manifest
+from megablocks_core.ckpt.format.stored import Stored, Target
+from megablocks_core.ckpt.loading.newest import is_passed_over
 from megablocks_core.ckpt.local_tier.parts import (
     FILE,
     Contents,
@@ -25,11 +26,10 @@ from megablocks_core.ckpt.local_tier.parts import (
     survey,
 )
 from megablocks_core.ckpt.manifest import DTYPES, CheckpointError, Manifest
-from megablocks_core.ckpt.manifest_reading import parse_manifest
-from megablocks_core.ckpt.newest import is_passed_over
-from megablocks_core.ckpt.outlines import Outline
-from megablocks_core.ckpt.stored import Stored, Target
-from megablocks_core.ckpt.wanted import Wanted, unexpected
+from megablocks_core.ckpt.places.local_place import LocalPlace
+from megablocks_core.ckpt.plans.outlines import Outline
+from megablocks_core.ckpt.state.wanted import Wanted, unexpected
+from megablocks_core.ckpt.transfer.exchange import Exchange
 from megablocks_core.groups import Group, as_bytes, together
 from megablocks_core.groups.swaps import message_device, swap
 

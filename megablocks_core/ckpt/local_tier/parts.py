@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megablocks_core.ckpt.boxes import lengths, split
-from megablocks_core.ckpt.local_place import LocalPlace
+from megablocks_core.ckpt.format.manifest_reading import parse_manifest
+from megablocks_core.ckpt.format.stored import check_sizes
+from megablocks_core.ckpt.format.writing import FileToWrite, Item
 from megablocks_core.ckpt.manifest import (
     DTYPES,
     LAST_TIME,
@@ -23,10 +24,9 @@ from megablocks_core.ckpt.manifest import (
     Manifest,
     StoredAs,
 )
-from megablocks_core.ckpt.manifest_reading import parse_manifest
-from megablocks_core.ckpt.outlines import Outline
-from megablocks_core.ckpt.stored import check_sizes
-from megablocks_core.ckpt.writing import FileToWrite, Item
+from megablocks_core.ckpt.places.local_place import LocalPlace
+from megablocks_core.ckpt.plans.boxes import lengths, split
+from megablocks_core.ckpt.plans.outlines import Outline
 from megablocks_core.files.safetensors import DTYPE_CODES
 from megablocks_core.groups.cuts import Box
 

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from megablocks_core.ckpt.arguments import short
-from megablocks_core.ckpt.entries import take_apart
-from megablocks_core.ckpt.exchange import Exchange
-from megablocks_core.ckpt.local_place import LocalPlace
+from megablocks_core.ckpt.format.writing import FileToWrite, Writer
 from megablocks_core.ckpt.local_tier.parts import (
     Contents,
     PartId,
@@ -29,8 +27,10 @@ from megablocks_core.ckpt.local_tier.parts import (
     survey,
 )
 from megablocks_core.ckpt.manifest import MANIFEST, CheckpointError, Manifest, next_time
-from megablocks_core.ckpt.space import check_space
-from megablocks_core.ckpt.writing import FileToWrite, Writer
+from megablocks_core.ckpt.places.local_place import LocalPlace
+from megablocks_core.ckpt.places.space import check_space
+from megablocks_core.ckpt.state.entries import take_apart
+from megablocks_core.ckpt.transfer.exchange import Exchange
 from megablocks_core.groups import Group, together
 from megablocks_core.groups.swaps import message_device, swap
 

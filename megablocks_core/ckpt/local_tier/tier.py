@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megablocks_core.ckpt.arguments import check_count, check_path, short
-from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.local_tier.hosts import partners
 from megablocks_core.ckpt.local_tier.loading import load_newest_parts
 from megablocks_core.ckpt.local_tier.saving import save_parts
 from megablocks_core.ckpt.manifest import CheckpointError
-from megablocks_core.ckpt.places import is_url
-from megablocks_core.ckpt.rounds import BUCKET_BYTES
+from megablocks_core.ckpt.places.local_place import LocalPlace
+from megablocks_core.ckpt.places.places import is_url
+from megablocks_core.ckpt.plans.rounds import BUCKET_BYTES
 from megablocks_core.groups import LOCAL, Group, check_group, together
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megablocks_core.ckpt.boxes import split, whole_box
+from megablocks_core.ckpt.plans.boxes import split, whole_box
 from megablocks_core.groups.cuts import Box
 
 # Bytes of a tensor that are read at once; blocks on its edges are read twice.

@@ -20,16 +20,16 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from megablocks_core.ckpt.format.verifying import verify
 from megablocks_core.ckpt.manifest import CheckpointError
-from megablocks_core.ckpt.places import below, root_of
-from megablocks_core.ckpt.retention import check_keep, outdated, prune
+from megablocks_core.ckpt.places.places import below, root_of
+from megablocks_core.ckpt.saving.retention import check_keep, outdated, prune
 from megablocks_core.ckpt.tools.averaging import average
 from megablocks_core.ckpt.tools.converting import convert
 from megablocks_core.ckpt.tools.differing import diff
 from megablocks_core.ckpt.tools.inspecting import inspect, inspect_text
 from megablocks_core.ckpt.tools.opening import open_checkpoint
 from megablocks_core.ckpt.tools.progress import Progress
-from megablocks_core.ckpt.verifying import verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

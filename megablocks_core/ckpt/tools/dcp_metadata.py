@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from megablocks_core.ckpt.boxes import as_array, tile
 from megablocks_core.ckpt.manifest import MOST_DIMS, CheckpointError
+from megablocks_core.ckpt.plans.boxes import as_array, tile
 from megablocks_core.ckpt.tools.checkpoint import Held
 from megablocks_core.ckpt.tools.safe_pickle import Record, load_pickle
 from megablocks_core.files.safetensors import DTYPE_CODES

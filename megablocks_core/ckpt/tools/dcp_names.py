@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megablocks_core.ckpt.file_names import FILE_NAME, NUMBERED
+from megablocks_core.ckpt.format.file_names import FILE_NAME, NUMBERED
 from megablocks_core.ckpt.json_values import check_json
-from megablocks_core.ckpt.optimizers import group_tensor
+from megablocks_core.ckpt.state.optimizers import group_tensor
 from megablocks_core.ckpt.tools.checkpoint import Held
 from megablocks_core.ckpt.tools.dcp_reading import DcpFolder
 from megablocks_core.groups.cuts import Box

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks_core.ckpt.boxes import inside, intersection, lengths
 from megablocks_core.ckpt.manifest import CheckpointError
-from megablocks_core.ckpt.places import Place, Source
+from megablocks_core.ckpt.places.places import Place, Source
+from megablocks_core.ckpt.plans.boxes import inside, intersection, lengths
 from megablocks_core.ckpt.tools.checkpoint import SLAB_BYTES
 from megablocks_core.ckpt.tools.dcp_metadata import Stretch, parse_metadata
 from megablocks_core.ckpt.tools.runs import runs

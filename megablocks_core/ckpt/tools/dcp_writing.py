@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megablocks_core.ckpt.boxes import lengths
-from megablocks_core.ckpt.places import is_url
+from megablocks_core.ckpt.places.places import is_url
+from megablocks_core.ckpt.plans.boxes import lengths
 from megablocks_core.ckpt.tools.checkpoint import Checkpoint
 from megablocks_core.ckpt.tools.progress import Progress
 from megablocks_core.files import NewFolder

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks_core.ckpt.boxes import lengths
 from megablocks_core.ckpt.manifest import CheckpointError
+from megablocks_core.ckpt.plans.boxes import lengths
 from megablocks_core.ckpt.tools.checkpoint import Held
 from megablocks_core.ckpt.tools.dcp_reading import DcpFolder
 from megablocks_core.ckpt.tools.megatron_names import NO_WEIGHTS, Sizes, map_names

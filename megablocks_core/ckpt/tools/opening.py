@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megablocks_core.ckpt.manifest import MANIFEST, CheckpointError
-from megablocks_core.ckpt.places import place_of
+from megablocks_core.ckpt.places.places import place_of
 from megablocks_core.ckpt.tools.checkpoint import Checkpoint
 from megablocks_core.ckpt.tools.dcp_names import DcpCheckpoint
 from megablocks_core.ckpt.tools.dcp_reading import METADATA, DcpFolder

@@ -7,10 +7,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megablocks_core.ckpt.boxes import inside, intersection, lengths
+from megablocks_core.ckpt.format.stored import Stored, Target
 from megablocks_core.ckpt.manifest import DTYPES, Chunk, StoredAs
-from megablocks_core.ckpt.places import Place
-from megablocks_core.ckpt.stored import Stored, Target
+from megablocks_core.ckpt.places.places import Place
+from megablocks_core.ckpt.plans.boxes import inside, intersection, lengths
 from megablocks_core.ckpt.tools.checkpoint import Held
 from megablocks_core.ckpt.tools.runs import runs
 from megablocks_core.groups import as_bytes

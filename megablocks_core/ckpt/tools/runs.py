@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from megablocks_core.ckpt.boxes import lengths
+from megablocks_core.ckpt.plans.boxes import lengths
 from megablocks_core.groups.cuts import Box
 
 

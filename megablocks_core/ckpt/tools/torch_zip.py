@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megablocks_core.ckpt.manifest import CheckpointError
-from megablocks_core.ckpt.places import Source
+from megablocks_core.ckpt.places.places import Source
 from megablocks_core.ckpt.tools.safe_pickle import load_pickle
 
 _LONGEST_PICKLE = 2**20

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt.boxes import lengths
-from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.local_tier.parts import (
     Contents,
     PartId,
@@ -18,7 +16,9 @@ from megablocks_core.ckpt.local_tier.parts import (
     remove_others,
     survey,
 )
-from megablocks_core.ckpt.outlines import Outline
+from megablocks_core.ckpt.places.local_place import LocalPlace
+from megablocks_core.ckpt.plans.boxes import lengths
+from megablocks_core.ckpt.plans.outlines import Outline
 from megablocks_core.groups import LOCAL
 
 MB = 2**20

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt import exchange
-from megablocks_core.ckpt.local_place import LocalPlace
 from megablocks_core.ckpt.local_tier import saving
+from megablocks_core.ckpt.places.local_place import LocalPlace
+from megablocks_core.ckpt.transfer import exchange
 from megablocks_core.files import disk
 from megablocks_core.groups import Group, Mesh
 from megablocks_core.groups.swaps import swap

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt.places import place_of
+from megablocks_core.ckpt.places.places import place_of
 from megablocks_core.ckpt.tools.checkpoint import read_whole
 from megablocks_core.ckpt.tools.dcp_names import DcpCheckpoint
 from megablocks_core.ckpt.tools.dcp_reading import DcpFolder

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megablocks_core.ckpt.manifest import CheckpointError
-from megablocks_core.ckpt.places import place_of
+from megablocks_core.ckpt.places.places import place_of
 from megablocks_core.ckpt.tools import dcp_reading
 from megablocks_core.ckpt.tools.dcp_reading import DcpFolder
 from megablocks_core.testing import ranks

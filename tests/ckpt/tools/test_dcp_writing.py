@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt.local_place import LocalPlace
-from megablocks_core.ckpt.manifest_reading import read_manifest
+from megablocks_core.ckpt.format.manifest_reading import read_manifest
+from megablocks_core.ckpt.places.local_place import LocalPlace
 from megablocks_core.ckpt.tools import checkpoint
 from megablocks_core.ckpt.tools.dcp_writing import write_dcp
 from megablocks_core.ckpt.tools.opening import open_checkpoint

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt.places import place_of
+from megablocks_core.ckpt.places.places import place_of
 from megablocks_core.ckpt.tools.checkpoint import read_whole
 from megablocks_core.ckpt.tools.command import main
 from megablocks_core.ckpt.tools.converting import convert

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megablocks_core import ckpt
 from megablocks_core.ckpt.manifest import CheckpointError
-from megablocks_core.ckpt.places import place_of
+from megablocks_core.ckpt.places.places import place_of
 from megablocks_core.ckpt.tools.checkpoint import read_whole
 from megablocks_core.ckpt.tools.own import OwnCheckpoint
 from megablocks_core.groups import Group

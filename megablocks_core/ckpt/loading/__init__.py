@@ -1,0 +1,1 @@
+"""Fill state from a checkpoint, and find the newest whole one."""

@@ -1,0 +1,1 @@
+"""Where checkpoints lie: folders of file systems and of stores."""

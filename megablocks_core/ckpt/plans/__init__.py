@@ -1,0 +1,1 @@
+"""Who writes, reads and sends what: arithmetic without tensors, files or messages."""

@@ -1,0 +1,1 @@
+"""What callers hand over, as this rank's shares of logical tensors."""
