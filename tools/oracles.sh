@@ -32,7 +32,7 @@ build() {
         sed -i.bak -E '/^(numpy|python-dateutil)==/d' "$env/constraints.txt"
         echo numpy==2.1.3 >>"$env/constraints.txt"
     fi
-    install scikit-build-core nanobind cmake ninja
+    install scikit-build-core nanobind cmake ninja setuptools
     install --no-build-isolation -e .
     install hypothesis packaging pytest pytest-timeout transformers
 
@@ -41,6 +41,9 @@ build() {
         install triton==3.9.0 einops==0.8.2 psutil==7.2.2
         install --no-deps --ignore-requires-python megatron-core==0.19.2
         install grain==0.2.18  # for benchmarks
+        # Read as text, to see that docs/moe.md names every field of theirs.
+        "$python" -m pip download -q --no-deps --no-build-isolation -d "$env/sources" \
+            megablocks==0.10.0 torchtitan==0.3.0
         ;;
     modelopt)
         install nvidia-ml-py==13.615.71 omegaconf==2.4.0 pulp==3.3.2 pydantic regex rich \
