@@ -1,0 +1,3 @@
+"""What a decoder is: sizes and features, and its Hugging Face config."""
+
+from megablocks_core.layers.spec.decoder_spec import DecoderSpec as DecoderSpec

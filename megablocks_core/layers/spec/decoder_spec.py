@@ -1,0 +1,160 @@
+"""What a decoder is: sizes and features, read from and written to Hugging Face configs.
+
+Reading needs no transformers. A feature of a config that a ``Decoder`` does not have raises
+by name: it is never left out in silence.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megablocks_core.layers.mlp import ACTIVATIONS
+from megablocks_core.layers.rotary import check_scaling
+from megablocks_core.layers.spec.entries import KEPT, Entries, as_dict, refuse_windows, rope
+from megablocks_core.layers.spec.families import (
+    ARCHITECTURES,
+    FAMILIES,
+    OPTIONS,
+    OWN_DROPOUTS,
+    SIZES,
+)
+from megablocks_core.parallel.random.dropout import check_probability
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """Sizes and features of a decoder-only language model.
+
+    Attributes:
+        vocab_size: Number of tokens.
+        hidden_size: Width of the residual stream.
+        ffn_size: Width inside the feed-forward layers.
+        num_layers: Number of blocks.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; divides ``num_heads``.
+        head_dim: Features of a head.
+        activation: Name of the feed-forward activation.
+        norm_eps: Added under the root in the norms.
+        attention_bias: Biases of the attention projections; "qkv" for all but the last.
+        mlp_bias: Biases of the feed-forward projections.
+        qk_norm: Norms of query and key heads.
+        rope_base: Base of the rotary frequencies.
+        rope_scaling: A ``rope_scaling`` dict, or ``None``.
+        tied: The head's weight is the embedding's.
+        attention_dropout: Dropout of attention probabilities.
+        hidden_dropout: Dropout of embeddings, and of what each attention and feed-forward layer
+            adds to the residual stream.
+        activation_dropout: Dropout inside the feed-forward layers.
+        initializer_range: Standard deviation of the initial values.
+        pad_token_id: A token whose embedding is zero at first and receives no gradient.
+        family: ``model_type`` in a config.
+        extra: Entries of a config that do not change the model, such as ``eos_token_id``.
+
+    Raises:
+        ValueError: A size is not positive, heads do not divide, a name is unknown, or a dropout
+            is no probability.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    activation: str = "silu"
+    norm_eps: float = 1e-6
+    attention_bias: bool | Literal["qkv"] = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope_base: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+    tied: bool = False
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    initializer_range: float = 0.02
+    pad_token_id: int | None = None
+    family: str = "llama"
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in SIZES.values():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation={self.activation!r} must be one of {', '.join(ACTIVATIONS)}"
+            )
+        if self.pad_token_id is not None and not (
+            -self.vocab_size <= self.pad_token_id < self.vocab_size
+        ):
+            raise ValueError(
+                f"pad_token_id={self.pad_token_id} must be a token below {self.vocab_size}"
+            )
+        for name in ("attention_dropout", *OWN_DROPOUTS):
+            check_probability(getattr(self, name), name)
+        object.__setattr__(self, "rope_scaling", check_scaling(self.rope_scaling))
+        if self.family not in FAMILIES:
+            raise ValueError(f"family={self.family!r} must be one of {', '.join(FAMILIES)}")
+
+    @classmethod
+    def from_hf(cls, config: Any) -> "DecoderSpec":
+        """Read a config: a dict, a transformers config, a ``config.json`` or its folder.
+
+        Raises:
+            ValueError: An unknown ``model_type``, a size that is missing, or an entry that
+                asks for what a ``Decoder`` does not have.
+        """
+        entries = Entries(as_dict(config))
+        family = entries.take("model_type")
+        if family not in FAMILIES:
+            raise ValueError(f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
+        values: dict[str, Any] = {"family": family, **FAMILIES[family]}
+        heads, hidden = entries.peek("num_attention_heads"), entries.peek("hidden_size")
+        if family == "llama" and heads and hidden:
+            entries.default("num_key_value_heads", heads)
+        if heads and hidden:
+            entries.default("head_dim", 128 if family == "qwen3" else hidden // heads)
+        for key, name in SIZES.items():
+            values[name] = entries.need(key)
+        for key, name in OPTIONS.items():
+            if key in entries and name not in FAMILIES[family]:
+                values[name] = entries.take(key)
+        values |= rope(entries)
+        refuse_windows(entries, family)
+        values["extra"] = {key: entries.take(key) for key in KEPT if key in entries}
+        entries.finish()
+        return cls(**values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config that ``from_hf`` reads, in the form every transformers version reads.
+
+        Raises:
+            ValueError: A feature that configs of this family cannot name.
+        """
+        config: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            **{key: getattr(self, name) for key, name in (SIZES | OPTIONS).items()},
+            "rope_theta": self.rope_base,
+            "rope_scaling": None if self.rope_scaling is None else dict(self.rope_scaling),
+            **self.extra,
+        }
+        fixed = FAMILIES[self.family]
+        for name in ("qk_norm", "attention_bias", "mlp_bias"):
+            value = getattr(self, name)
+            if value != fixed.get(name, bool(value)):
+                raise ValueError(f"{name}={value!r} has no place in a config of {self.family!r}")
+        for name in OWN_DROPOUTS:
+            if rate := getattr(self, name):
+                raise ValueError(f"{name}={rate} has no place in a config of {self.family!r}")
+        for name in fixed:
+            config.pop(name, None)
+        if self.family == "mistral":
+            config["sliding_window"] = None
+        return config

@@ -1,0 +1,104 @@
+"""The entries of a Hugging Face config; none is left out in silence."""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megablocks_core.layers.rotary import check_scaling
+
+# Entries that say nothing about the model's function: some are written back, some are not.
+KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id")
+INERT = {
+    "architectures",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "_name_or_path",
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "output_attentions",
+    "chunk_size_feed_forward",
+    "id2label",
+    "label2id",
+    "max_window_layers",
+}
+
+
+class Entries:
+    """The entries of a config; each must be taken, be inert, or switch its feature off."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.left = {key: value for key, value in config.items() if value is not None}
+        self.null = config.keys() - self.left.keys()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.left
+
+    def peek(self, key: str) -> Any:
+        """The entry, which stays; ``None`` if it is absent."""
+        return self.left.get(key)
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The entry, which is dealt with then."""
+        return self.left.pop(key, default)
+
+    def default(self, key: str, value: Any) -> None:
+        """What the entry means if it is absent."""
+        self.left.setdefault(key, value)
+
+    def need(self, key: str) -> Any:
+        """As ``take``, of an entry that must be there."""
+        if key not in self.left:
+            raise ValueError(f"config must have {key!r}")
+        return self.left.pop(key)
+
+    def finish(self) -> None:
+        """Raise if an entry that is left asks for something."""
+        if self.take("pretraining_tp", 1) != 1:
+            raise ValueError("pretraining_tp must be 1")
+        on = {key: value for key, value in self.left.items() if value and key not in INERT}
+        if on:
+            raise ValueError(f"config asks for what a Decoder does not have: {on}")
+
+
+def as_dict(config: Any) -> Mapping[str, Any]:
+    """The entries of a dict, a transformers config, a ``config.json`` or its folder."""
+    if isinstance(config, Mapping):
+        return config
+    if isinstance(config, str | os.PathLike):
+        path = os.fspath(config)
+        with open(os.path.join(path, "config.json") if os.path.isdir(path) else path) as file:
+            return json.load(file)
+    return config.to_dict()
+
+
+def rope(entries: Entries) -> dict[str, Any]:
+    """Base and scaling, from ``rope_parameters`` (transformers 5) or the two older entries."""
+    scaling = dict(entries.take("rope_scaling", {})) | dict(entries.take("rope_parameters", {}))
+    base = scaling.pop("rope_theta", entries.take("rope_theta", 10000.0))
+    turned = scaling.pop("partial_rotary_factor", entries.take("partial_rotary_factor", 1.0))
+    if turned != 1:
+        raise ValueError(f"partial_rotary_factor={turned} must be 1")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind in ("llama3", "yarn") and "max_position_embeddings" in entries:
+        scaling.setdefault(
+            "original_max_position_embeddings", entries.peek("max_position_embeddings")
+        )
+    plain = check_scaling(scaling) == {"rope_type": "default"}
+    return {"rope_base": base, "rope_scaling": None if plain else scaling}
+
+
+def refuse_windows(entries: Entries, family: str) -> None:
+    """Sliding windows change the function: only configs without them are read."""
+    if family == "mistral" and "sliding_window" not in entries.null:
+        window = entries.peek("sliding_window")
+        raise ValueError(f"sliding_window={window} must be null (without it mistral has one)")
+    if family.startswith("qwen"):
+        window, used = entries.take("sliding_window"), entries.take("use_sliding_window", False)
+        if used:
+            raise ValueError(f"use_sliding_window=True (of {window} tokens) must be False")
+    other = set(entries.take("layer_types", ())) - {"full_attention"}
+    if other:
+        raise ValueError(f"layer_types must be full_attention throughout, not {sorted(other)}")

@@ -1,0 +1,39 @@
+"""What each family of Hugging Face configs fixes, and what its entries are called here."""
+
+from typing import Any
+
+# Our names for the entries of a config: sizes it must have, and options it may have.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+}
+OPTIONS = {
+    "hidden_act": "activation",
+    "rms_norm_eps": "norm_eps",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+    "tie_word_embeddings": "tied",
+    "attention_dropout": "attention_dropout",
+    "initializer_range": "initializer_range",
+    "pad_token_id": "pad_token_id",
+}
+# Dropouts that configs of these families do not have.
+OWN_DROPOUTS = ("hidden_dropout", "activation_dropout")
+# What a family fixes and its config has no say in.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"qk_norm": False},
+    "mistral": {"qk_norm": False, "attention_bias": False, "mlp_bias": False},
+    "qwen2": {"qk_norm": False, "attention_bias": "qkv", "mlp_bias": False},
+    "qwen3": {"qk_norm": True, "mlp_bias": False},
+}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
