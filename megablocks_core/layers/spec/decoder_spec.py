@@ -10,14 +10,23 @@ from typing import Any, Literal
 
 from megablocks_core.layers.mlp import ACTIVATIONS
 from megablocks_core.layers.rotary import check_scaling
-from megablocks_core.layers.spec.entries import KEPT, Entries, as_dict, refuse_windows, rope
+from megablocks_core.layers.spec.entries import (
+    KEPT,
+    KEPT_OF_EXPERTS,
+    Entries,
+    as_dict,
+    refuse_windows,
+    rope,
+)
 from megablocks_core.layers.spec.families import (
     ARCHITECTURES,
+    DEFAULTS,
     FAMILIES,
     OPTIONS,
     OWN_DROPOUTS,
     SIZES,
 )
+from megablocks_core.layers.spec.moe_spec import ENTRIES, MoESpec, read_moe, write_moe
 from megablocks_core.parallel.random.dropout import check_probability
 
 
@@ -37,7 +46,8 @@ class DecoderSpec:
         norm_eps: Added under the root in the norms.
         attention_bias: Biases of the attention projections; "qkv" for all but the last.
         mlp_bias: Biases of the feed-forward projections.
-        qk_norm: Norms of query and key heads.
+        qk_norm: Norms of query and key heads; "projection" for norms over all of them at once.
+        clip_qkv: Queries, keys and values are clamped to this size.
         rope_base: Base of the rotary frequencies.
         rope_scaling: A ``rope_scaling`` dict, or ``None``.
         tied: The head's weight is the embedding's.
@@ -47,6 +57,7 @@ class DecoderSpec:
         activation_dropout: Dropout inside the feed-forward layers.
         initializer_range: Standard deviation of the initial values.
         pad_token_id: A token whose embedding is zero at first and receives no gradient.
+        moe: Its mixtures of experts, which stand in place of feed-forward layers; ``None``: none.
         family: ``model_type`` in a config.
         extra: Entries of a config that do not change the model, such as ``eos_token_id``.
 
@@ -66,7 +77,8 @@ class DecoderSpec:
     norm_eps: float = 1e-6
     attention_bias: bool | Literal["qkv"] = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | Literal["projection"] = False
+    clip_qkv: float | None = None
     rope_base: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     tied: bool = False
@@ -75,6 +87,7 @@ class DecoderSpec:
     activation_dropout: float = 0.0
     initializer_range: float = 0.02
     pad_token_id: int | None = None
+    moe: MoESpec | None = None
     family: str = "llama"
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -101,6 +114,15 @@ class DecoderSpec:
         object.__setattr__(self, "rope_scaling", check_scaling(self.rope_scaling))
         if self.family not in FAMILIES:
             raise ValueError(f"family={self.family!r} must be one of {', '.join(FAMILIES)}")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.clip_qkv is not None and self.clip_qkv <= 0:
+            raise ValueError(f"clip_qkv={self.clip_qkv} must be above 0")
+        if self.moe is None and self.family in ENTRIES:
+            raise ValueError(f"moe=None must be a MoESpec in family {self.family!r}")
+        if self.moe is not None and self.activation_dropout:
+            raise ValueError("activation_dropout must be 0 where there are experts: none drops")
 
     @classmethod
     def from_hf(cls, config: Any) -> "DecoderSpec":
@@ -116,7 +138,9 @@ class DecoderSpec:
             raise ValueError(f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
         values: dict[str, Any] = {"family": family, **FAMILIES[family]}
         heads, hidden = entries.peek("num_attention_heads"), entries.peek("hidden_size")
-        if family == "llama" and heads and hidden:
+        for key, value in DEFAULTS.get(family, {}).items():
+            entries.default(key, value)
+        if family in ("llama", "olmoe") and heads and hidden:
             entries.default("num_key_value_heads", heads)
         if heads and hidden:
             entries.default("head_dim", 128 if family == "qwen3" else hidden // heads)
@@ -126,8 +150,12 @@ class DecoderSpec:
             if key in entries and name not in FAMILIES[family]:
                 values[name] = entries.take(key)
         values |= rope(entries)
+        if family == "olmoe":
+            values["clip_qkv"] = entries.take("clip_qkv")
         refuse_windows(entries, family)
-        values["extra"] = {key: entries.take(key) for key in KEPT if key in entries}
+        values["moe"] = read_moe(entries, family, values["ffn_size"])
+        kept = (*KEPT, *KEPT_OF_EXPERTS) if family in ENTRIES else KEPT
+        values["extra"] = {key: entries.take(key) for key in kept if key in entries}
         entries.finish()
         return cls(**values)
 
@@ -143,8 +171,17 @@ class DecoderSpec:
             **{key: getattr(self, name) for key, name in (SIZES | OPTIONS).items()},
             "rope_theta": self.rope_base,
             "rope_scaling": None if self.rope_scaling is None else dict(self.rope_scaling),
+            **write_moe(self.moe, self.family, self.ffn_size),
             **self.extra,
         }
+        if self.family == "olmoe":
+            config["clip_qkv"] = self.clip_qkv
+        elif self.clip_qkv is not None:
+            raise ValueError(
+                f"clip_qkv={self.clip_qkv} has no place in a config of {self.family!r}"
+            )
+        if self.moe is not None and self.family not in ENTRIES:
+            raise ValueError(f"moe={self.moe} has no place in a config of {self.family!r}")
         fixed = FAMILIES[self.family]
         for name in ("qk_norm", "attention_bias", "mlp_bias"):
             value = getattr(self, name)

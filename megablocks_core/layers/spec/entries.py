@@ -9,6 +9,7 @@ from megablocks_core.layers.rotary import check_scaling
 
 # Entries that say nothing about the model's function: some are written back, some are not.
 KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id")
+KEPT_OF_EXPERTS = ("output_router_logits", "router_aux_loss_coef")
 INERT = {
     "architectures",
     "transformers_version",

@@ -1,12 +1,22 @@
 """Specs are read from configs without losing a feature, and written so that they read alike."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from megablocks_core.layers import DecoderSpec
+from megablocks_core.layers import DecoderSpec, MoESpec
 
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -29,6 +39,20 @@ CONFIGS = [
     MistralConfig(**SIZES, head_dim=16, sliding_window=None, rms_norm_eps=1e-5),
     Qwen2Config(**SIZES, initializer_range=0.1),
     Qwen3Config(**SIZES, head_dim=24, attention_bias=True, hidden_act="gelu"),
+    MixtralConfig(
+        **SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=3, router_aux_loss_coef=0.5
+    ),
+    Qwen3MoeConfig(
+        **SIZES,
+        head_dim=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+    ),
+    OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, clip_qkv=3.0, eos_token_id=1),
 ]
 
 
@@ -86,6 +110,12 @@ def test_older_names_of_the_rotary_entries_are_read():
         ({"model_type": "mistral"}, "sliding_window=None"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "qwen3", "mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window"),
+        ({"model_type": "mixtral", "num_local_experts": 1}, "top_k=2 must not be above"),
+        ({"model_type": "olmoe"}, "must have 'num_experts'"),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, "use_sliding_window"),
+        ({"model_type": "qwen3", "clip_qkv": 2.0}, "clip_qkv"),
         (
             {"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]},
             "layer_types",
@@ -108,6 +138,8 @@ def test_entries_that_are_off_are_accepted():
         {"attention_bias": "qkv"},
         {"hidden_dropout": 0.1},
         {"activation_dropout": 0.1},
+        {"clip_qkv": 2.0},
+        {"moe": MoESpec(4, 2, 48)},
     ],
     ids=lambda fields: str(fields),
 )
@@ -133,3 +165,38 @@ def test_unknown_families_raise():
 
 def _llama(**entries):
     return {"model_type": "llama", **SIZES, **entries}
+
+
+def test_every_field_of_experts_comes_from_the_config():
+    mixtral, qwen3_moe, olmoe = (DecoderSpec.from_hf(config) for config in CONFIGS[5:])
+    assert mixtral.moe == MoESpec(4, 3, 48)
+    assert mixtral.extra["router_aux_loss_coef"] == 0.5 and mixtral.rope_base == 1e6
+    assert qwen3_moe.moe == MoESpec(8, 3, 20, sparse_step=2, dense_layers=(1,))
+    assert olmoe.moe == MoESpec(4, 2, 48, renormalize=False)
+    assert (olmoe.qk_norm, olmoe.clip_qkv) == ("projection", 3.0)
+
+
+def test_entries_of_experts_that_are_absent_mean_what_they_mean_in_transformers():
+    for family, entries in (
+        ("mixtral", {}),
+        ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 20, "num_experts_per_tok": 2}),
+        ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 1}),
+    ):
+        sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+        sizes |= {"num_attention_heads": 8, "hidden_size": 64, **entries}
+        absent = DecoderSpec.from_hf({"model_type": family, **sizes})
+        whole = DecoderSpec.from_hf(AutoConfig.for_model(family, **sizes))
+        assert absent == replace(whole, extra=absent.extra)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"family": "mixtral"}, "moe=None must be a MoESpec in family 'mixtral'"),
+        ({"clip_qkv": -1.0}, "clip_qkv=-1.0"),
+        ({"moe": MoESpec(4, 2, 8), "activation_dropout": 0.1}, "activation_dropout must be 0"),
+    ],
+)
+def test_fields_that_do_not_fit_raise(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DecoderSpec(97, 32, 48, 2, 4, 2, 8, **fields)

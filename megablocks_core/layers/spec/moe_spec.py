@@ -1,0 +1,109 @@
+"""What the mixtures of experts of a decoder are, and what configs call it."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megablocks_core.layers.spec.entries import Entries
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Sizes and features of a decoder's mixtures of experts.
+
+    Attributes:
+        num_experts: Experts of a layer.
+        top_k: How many of them a token chooses.
+        ffn_size: Width inside an expert.
+        score: From logits to scores: "softmax", "sigmoid" or "sqrtsoftplus".
+        renormalize: A token's weights are divided by their sum.
+        sparse_step: Every so many layers has experts: layer n if it divides n + 1.
+        dense_layers: Layers that have none all the same, counted from 0.
+        shared_ffn_size: Width of a feed-forward layer that all tokens share; 0 for none.
+        shared_gate: What is shared is weighted by a sigmoid of each token.
+
+    Raises:
+        ValueError: A size is not positive, or ``top_k`` is more than the experts.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_size: int
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    renormalize: bool = True
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = ()
+    shared_ffn_size: int = 0
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "ffn_size", "sparse_step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k={self.top_k} must not be above num_experts={self.num_experts}")
+        if self.shared_ffn_size < 0 or (self.shared_gate and not self.shared_ffn_size):
+            raise ValueError(
+                f"shared_ffn_size={self.shared_ffn_size} must be at least {int(self.shared_gate)}"
+            )
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether ``layer``, counted from 0, has experts."""
+        return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
+
+
+# What a family's config calls the fields, and what an absent entry means.
+ENTRIES: dict[str, dict[str, str]] = {
+    "mixtral": {"num_local_experts": "num_experts", "num_experts_per_tok": "top_k"},
+    "qwen3_moe": {
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "top_k",
+        "moe_intermediate_size": "ffn_size",
+        "norm_topk_prob": "renormalize",
+        "decoder_sparse_step": "sparse_step",
+        "mlp_only_layers": "dense_layers",
+    },
+    "olmoe": {
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "top_k",
+        "norm_topk_prob": "renormalize",
+    },
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()},
+    "olmoe": {"norm_topk_prob": False},
+}
+
+
+def read_moe(entries: Entries, family: str, ffn_size: int) -> MoESpec | None:
+    """The experts of a config; ``None`` for a family without."""
+    if family not in ENTRIES:
+        return None
+    for own, other in (("num_local_experts", "num_experts"), ("num_experts", "num_local_experts")):
+        if own in ENTRIES[family] and own not in entries and other in entries:
+            entries.default(own, entries.take(other))
+    for key, value in _DEFAULTS[family].items():
+        entries.default(key, value)
+    values = {name: entries.need(key) for key, name in ENTRIES[family].items()}
+    return MoESpec(**{"ffn_size": ffn_size, **values})
+
+
+def write_moe(moe: MoESpec | None, family: str, ffn_size: int) -> dict[str, Any]:
+    """The entries of a config that ``read_moe`` reads.
+
+    Raises:
+        ValueError: A feature that configs of this family cannot name.
+    """
+    names = ENTRIES.get(family, {})
+    if moe is None or not names:
+        return {}
+    config = {key: getattr(moe, name) for key, name in names.items()}
+    fixed = MoESpec(moe.num_experts, moe.top_k, ffn_size)
+    for name in MoESpec.__dataclass_fields__:
+        value, only = getattr(moe, name), getattr(fixed, name)
+        if name not in names.values() and value != only:
+            raise ValueError(f"moe.{name}={value!r} must be {only!r} in a config of {family!r}")
+    return {
+        key: list(value) if isinstance(value, tuple) else value for key, value in config.items()
+    }
