@@ -38,9 +38,9 @@ def load_balance_loss(
     over each sequence, and then the mean over sequences, each by its number of tokens. Tokens
     that the mask leaves out count nowhere; without any token the loss is 0.
 
-    Sent: over ``group`` two all-reduces of E numbers forward (one with ``tokens_per_expert``), and
-    nothing backward. The value is that of all ranks' tokens, and the gradient that of this rank's
-    part in it: summed over the ranks, gradients are those of one process.
+    Sent: over ``group`` two all-reduces of E numbers forward (of B E over sequences), and nothing
+    backward. The value is that of all ranks' tokens, and the gradient that of this rank's part in
+    it: summed over the ranks, gradients are those of one process.
 
     Args:
         routing: Of one layer.
@@ -51,15 +51,15 @@ def load_balance_loss(
         tokens_per_expert: Choices to take for f in place of the routing's own [E], such as those
             of a first pass over the whole batch, where each micro-batch has its own backward. Of
             all ranks already.
-        group: Ranks that hold other tokens of the same batch. Not with sequences: each is whole
-            on one rank.
+        group: Ranks that hold other tokens of the same batch; of the same sequences, if the loss
+            is taken over each: then lengths are those of the parts here.
 
     Raises:
         ValueError: Arguments that do not go together, or lengths that do not fit the tokens.
     """
     check_group(group)
     by_sequence = sequence_length is not None or cu_seqlens is not None
-    _check(routing, by_sequence, reduction, tokens_per_expert, group)
+    _check(routing, by_sequence, reduction, tokens_per_expert)
     if by_sequence:
         scores_BE, choices_BE, tokens_B = per_sequence(
             routing, sequence_length=sequence_length, cu_seqlens=cu_seqlens
@@ -70,9 +70,9 @@ def load_balance_loss(
         tokens_B = routing.num_tokens.reshape(1)
     if group.size > 1:
         scores_BE = reduce_from(scores_BE, group=group)
-        counts = torch.cat([choices_BE.flatten(), tokens_B]).to(torch.int64)
-        *_, tokens_B = reduced = group.all_reduce(counts)
-        choices_BE, tokens_B = reduced[:-1].view_as(choices_BE), tokens_B.reshape(1)
+        counts = torch.cat([choices_BE, tokens_B.unsqueeze(1)], dim=1).to(torch.int64)
+        counts = group.all_reduce(counts)
+        choices_BE, tokens_B = counts[:, :-1], counts[:, -1]
     if tokens_per_expert is not None:
         choices_BE = tokens_per_expert.unsqueeze(0)
     f_BE = choices_BE / choices_BE.sum(-1, keepdim=True).clamp(min=1)
@@ -107,13 +107,12 @@ def _check(
     by_sequence: bool,
     reduction: str,
     tokens_per_expert: Tensor | None,
-    group: Group,
 ) -> None:
     _check_reduction(reduction)
-    if by_sequence and (group.size > 1 or tokens_per_expert is not None):
+    if by_sequence and tokens_per_expert is not None:
         raise ValueError(
-            "sequence_length and cu_seqlens must not come with group or tokens_per_expert: each "
-            "sequence has its own counts"
+            "sequence_length and cu_seqlens must not come with tokens_per_expert: each sequence "
+            "has its own counts"
         )
     if tokens_per_expert is not None and tokens_per_expert.shape != (routing.num_experts,):
         raise ValueError(

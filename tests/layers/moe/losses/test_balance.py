@@ -157,6 +157,20 @@ def test_balance_over_the_global_batch_is_that_of_one_process():
         mesh.close()
 
 
+@ranks(2, 4)
+def test_f068_sequences_may_be_cut_over_ranks():
+    x = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1)).double()
+    tp = Mesh(tp=dist.get_world_size()).group("tp")
+    twin, part = router(), router(tp)
+    expected = load_balance_loss(twin(x.flatten(0, 1)), sequence_length=8)
+    expected.backward()
+    own = x.tensor_split(tp.size, dim=1)[tp.rank]
+    loss = load_balance_loss(part(own.flatten(0, 1)), sequence_length=own.shape[1], group=tp)
+    loss.backward()
+    assert_close(loss, expected, atol=1e-12, rtol=0)
+    assert_close(part.weight.grad, twin.weight.grad, atol=1e-10, rtol=0)
+
+
 def sum_of(routings):
     whole, *others = routings
     for other in others:
