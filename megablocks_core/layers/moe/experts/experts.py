@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from megablocks_core.groups import LOCAL, Group, ShardSpec, mark, specs_of, split_evenly
 from megablocks_core.layers.moe.dispatch import Dispatched
 from megablocks_core.layers.moe.experts.activations import ACTIVATIONS
+from megablocks_core.layers.moe.experts.block_sparse import block_sparse
+from megablocks_core.layers.moe.experts.forms import capacity, grouped
 from megablocks_core.layers.moe.experts.loop import loop
 from megablocks_core.layers.moe.experts.projections import Formula, Projections, Weigh
 from megablocks_core.parallel.initial import key_for, uniform_
 
-Form = Literal["loop"]
-_FORMS = {"loop": loop}
+Form = Literal["grouped", "capacity", "block_sparse", "loop"]
+_TWINS = {"block_sparse": block_sparse, "loop": loop}
+_FORMS = ("grouped", "capacity", *_TWINS)
 _WEIGH = ("hidden", "input", "output")
 
 
@@ -36,7 +39,13 @@ class GroupedExperts(nn.Module):
         bias: Add biases to all projections.
         weigh: What a place's weight multiplies: the "hidden" activation, the "input" (as Llama
             4 does), or the "output". The first and the last differ in rounding alone.
-        form: How it is computed; all forms give the same.
+        form: How it is computed; all forms give the same. "grouped" is for any use; "capacity"
+            takes what a dispatcher with a capacity gives; "loop" and "block_sparse" are plain
+            twins.
+        persistent_gradients: Backward of "grouped" and "capacity" adds to the ``.grad`` of a
+            parameter itself, where it is a leaf without hooks, and makes it once: with
+            ``zero_grad(set_to_none=False)`` no large memory is fresh. ``torch.autograd.grad``
+            does not see these gradients, nor do wrappers that wait for them.
         ep: The ranks that share the experts.
         etp: The ranks that share the features of each expert.
         device: Of the parameters.
@@ -63,7 +72,8 @@ class GroupedExperts(nn.Module):
         activation: str = "swiglu",
         bias: bool = False,
         weigh: Weigh = "hidden",
-        form: Form = "loop",
+        form: Form = "grouped",
+        persistent_gradients: bool = False,
         ep: Group = LOCAL,
         etp: Group = LOCAL,
         device: torch.device | str | None = None,
@@ -77,6 +87,7 @@ class GroupedExperts(nn.Module):
         self.experts = split_evenly(num_experts, group=ep, name="num_experts")
         self.features = split_evenly(ffn_size, group=etp, name="ffn_size")
         self.activation, self.weigh, self.form = activation, weigh, form
+        self.persistent_gradients = persistent_gradients
         self.ep, self.etp = ep, etp
         self.formula = Formula(ACTIVATIONS[activation], weigh)
         self._add_parameters(bias, device, dtype)
@@ -123,7 +134,11 @@ class GroupedExperts(nn.Module):
             dtype = torch.get_autocast_dtype(device)
             dispatched = dispatched._replace(x=dispatched.x.to(dtype))
             projections = projections.each(lambda tensor: tensor.to(dtype))
-        return _FORMS[self.form](dispatched, projections, self.formula)
+        if self.form in _TWINS:
+            return _TWINS[self.form](dispatched, projections, self.formula)
+        persistent = self.persistent_gradients and not torch.compiler.is_compiling()
+        compute = capacity if self.form == "capacity" else grouped
+        return compute(dispatched, projections, self.formula, persistent=persistent)
 
     def _projections(self) -> Projections:
         down_bias: Tensor | None = self.down_bias

@@ -1,0 +1,106 @@
+"""What is done to rows between the products of experts: hidden activations and their gradients.
+
+Dimensions: N places, i features here, H hidden size, M rows, k at most so many places a row.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megablocks_core.layers.moe.dispatch.assignment import take_rows
+from megablocks_core.layers.moe.experts.activations import Activation
+
+
+class HiddenGradients(NamedTuple):
+    """What backward makes of the gradient of the weighted hidden activation.
+
+    Attributes:
+        hidden: The weighted hidden activation again [N i].
+        gate: Gradient of the gate [N i], if there is one.
+        up: Gradient of up [N i].
+        weights: Gradient of the weights [N], if they were given.
+    """
+
+    hidden: Tensor
+    gate: Tensor | None
+    up: Tensor
+    weights: Tensor | None
+
+
+def hidden(
+    activation: Activation, gate_Ni: Tensor | None, up_Ni: Tensor, weights_N: Tensor | None
+) -> Tensor:
+    """The hidden activation [N i], times the weights if given."""
+    hidden_Ni = activation.forward(gate_Ni, up_Ni)
+    return hidden_Ni if weights_N is None else scaled(hidden_Ni, weights_N)
+
+
+def hidden_backward(
+    activation: Activation,
+    dh_Ni: Tensor,
+    gate_Ni: Tensor | None,
+    up_Ni: Tensor,
+    weights_N: Tensor | None,
+) -> HiddenGradients:
+    """The backward of ``hidden``, and the activation again."""
+    hidden_Ni, dweights_N = activation.forward(gate_Ni, up_Ni), None
+    if weights_N is not None:
+        dweights_N = row_products(dh_Ni, hidden_Ni, weights_N)
+        hidden_Ni, dh_Ni = scaled(hidden_Ni, weights_N), scaled(dh_Ni, weights_N)
+    dgate_Ni, dup_Ni = activation.backward(dh_Ni, gate_Ni, up_Ni)
+    return HiddenGradients(hidden_Ni, dgate_Ni, dup_Ni, dweights_N)
+
+
+def hidden_into(
+    activation: Activation,
+    gate_ni: Tensor | None,
+    up_ni: Tensor,
+    weights_n: Tensor | None,
+    out_pi: Tensor,
+) -> None:
+    """``hidden`` of the first n rows of ``out`` [p i]; the others become zeros."""
+    count = up_ni.shape[0]
+    out_pi[:count] = hidden(activation, gate_ni, up_ni, weights_n)
+    out_pi[count:].zero_()
+
+
+def hidden_backward_into(
+    activation: Activation,
+    dh_pi: Tensor,
+    gate_ni: Tensor | None,
+    up_ni: Tensor,
+    weights_n: Tensor | None,
+    hidden_pi: Tensor,
+    dgate_pi: Tensor,
+    dup_pi: Tensor,
+    dweights_n: Tensor,
+) -> None:
+    """``hidden_backward`` of the first n rows, into buffers of p, whose others become zeros."""
+    count = up_ni.shape[0]
+    made = hidden_backward(activation, dh_pi[:count], gate_ni, up_ni, weights_n)
+    for out_pi, rows_ni in ((hidden_pi, made.hidden), (dgate_pi, made.gate), (dup_pi, made.up)):
+        if rows_ni is not None:
+            out_pi[:count] = rows_ni
+            out_pi[count:].zero_()
+    if made.weights is not None:
+        dweights_n.copy_(made.weights)
+
+
+def scaled(rows_NF: Tensor, weights_N: Tensor) -> Tensor:
+    """Each row times its weight, in the rows' dtype."""
+    return (rows_NF * weights_N.unsqueeze(-1)).to(rows_NF.dtype)
+
+
+def row_products(one_NF: Tensor, other_NF: Tensor, like_N: Tensor) -> Tensor:
+    """The inner product of each pair of rows [N], in the dtype of the weights."""
+    return (one_NF.to(like_N.dtype) * other_NF).sum(-1).to(like_N.dtype)
+
+
+def sum_places(rows_NH: Tensor, places_Mk: Tensor) -> Tensor:
+    """For each row the sum over its places, from the first to the last [M H]."""
+    if places_Mk.shape[1] == 0:
+        return rows_NH.new_zeros(places_Mk.shape[0], rows_NH.shape[1])
+    total_MH = take_rows(rows_NH, places_Mk[:, 0])
+    for slot in range(1, places_Mk.shape[1]):
+        total_MH += take_rows(rows_NH, places_Mk[:, slot])
+    return total_MH
