@@ -198,6 +198,14 @@ def all_to_all(x: Tensor, *, send: Sequence[int], receive: Sequence[int], group:
         ValueError: ``send`` or ``receive`` has not one number a rank, or ``send`` does not add
             up to the rows of ``x``.
     """
+    check_splits(x, send, receive, group)
+    if group.size == 1:
+        return x
+    return _AllToAll.apply(x, list(send), list(receive), group)
+
+
+def check_splits(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
+    """Raise unless these rows can be sent so: what ``all_to_all`` says."""
     check_group(group)
     if x.dim() == 0:
         raise ValueError("x of shape () must have rows to send")
@@ -208,9 +216,6 @@ def all_to_all(x: Tensor, *, send: Sequence[int], receive: Sequence[int], group:
             )
     if not torch.compiler.is_compiling() and sum(send) != x.shape[0]:
         raise ValueError(f"send={list(send)} must add up to the {x.shape[0]} rows of x")
-    if group.size == 1:
-        return x
-    return _AllToAll.apply(x, list(send), list(receive), group)
 
 
 class _CopyTo(torch.autograd.Function):

@@ -6,10 +6,13 @@ Dimensions: T tokens, k slots a token, E experts, C places an expert, N places o
 features.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Order(NamedTuple):
@@ -47,16 +50,16 @@ def by_expert(indices_Tk: Tensor, num_experts: int, *, capacity: int | None = No
     keys, slots = torch.where(experts < 0, num_experts, experts).sort(stable=True)
     bounds = torch.searchsorted(keys, torch.arange(num_experts + 1, device=keys.device))
     starts, counts = bounds[:-1], bounds.diff()
+    places = _inverse(slots)
     if capacity is None:
-        places = slots.argsort()
         slots = torch.where(keys < num_experts, slots, -1)
     else:
         counts = counts.clamp(max=capacity)
         inside = torch.arange(capacity, device=keys.device)
         filled = inside < counts[:, None]
         sorted_place = torch.where(filled, starts[:, None] + inside, 0)
-        slots, order = torch.where(filled, _at(slots, sorted_place), -1).reshape(-1), slots
-        rank_in_expert = order.argsort() - _at(starts, experts.clamp(min=0))
+        slots = torch.where(filled, _at(slots, sorted_place), -1).reshape(-1)
+        rank_in_expert = places - _at(starts, experts.clamp(min=0))
         places = torch.where(rank_in_expert < capacity, experts * capacity + rank_in_expert, -1)
     places = torch.where(experts < 0, -1, places).view_as(indices_Tk)
     rows = torch.where(slots < 0, -1, slots // max(indices_Tk.shape[-1], 1))
@@ -68,7 +71,10 @@ def take_rows(x_MH: Tensor, rows_N: Tensor) -> Tensor:
     if x_MH.shape[0] == 0:
         return x_MH.new_zeros(rows_N.shape[0], *x_MH.shape[1:])
     taken = x_MH.index_select(0, rows_N.clamp(min=0))
-    return taken.masked_fill_((rows_N < 0).view(-1, *[1] * (x_MH.dim() - 1)), 0)
+    # By their bits: zero times what lies there might be NaN, and a masked fill takes far longer.
+    words = taken.view(_WORDS[taken.element_size()])
+    words &= (rows_N < 0).to(words.dtype).sub(1).view(-1, *[1] * (x_MH.dim() - 1))
+    return taken
 
 
 def sum_slots(y_NH: Tensor, order: Order) -> Tensor:
@@ -77,6 +83,44 @@ def sum_slots(y_NH: Tensor, order: Order) -> Tensor:
     Backward gives each place the gradient of its token; nothing of size [N H] is kept.
     """
     return _SumSlots.apply(y_NH, order.places, order.rows)
+
+
+def copy_slots(
+    x_TH: Tensor,
+    order: Order,
+    *,
+    taken: Tensor | None = None,
+    sizes: Sequence[int] | None = None,
+) -> tuple[Tensor, ...]:
+    """The row of its token for each place, in consecutive pieces; the adjoint of ``sum_slots``.
+
+    Backward sums the gradients of a token's slots from the first to the last.
+
+    Args:
+        x_TH: Tokens [T H].
+        order: Of their slots.
+        taken: ``take_rows(x_TH.detach(), order.rows)``, where the caller had it early.
+        sizes: Places of each piece; what they leave out at the end is empty. Default: one piece.
+    """
+    if taken is None:
+        taken = take_rows(x_TH.detach(), order.rows)
+    return _CopySlots.apply(x_TH, taken, order.places, sizes)
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """Pieces one after another; one alone is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+def count_experts(indices_Tk: Tensor, num_experts: int) -> Tensor:
+    """How many slots have each expert [E], int64; without a sort."""
+    experts = torch.arange(num_experts, device=indices_Tk.device)
+    return (indices_Tk.reshape(-1) == experts.unsqueeze(-1)).sum(1)
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    places = torch.arange(permutation.shape[0], device=permutation.device)
+    return torch.empty_like(permutation).scatter_(0, permutation, places)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
@@ -101,12 +145,31 @@ class _SumSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_NH: Tensor, places_Tk: Tensor, rows_N: Tensor) -> Tensor:
         ctx.save_for_backward(rows_N)
-        total = take_rows(y_NH, places_Tk[:, 0])
-        for slot in range(1, places_Tk.shape[1]):
-            total += take_rows(y_NH, places_Tk[:, slot])
-        return total
+        return _total(y_NH, places_Tk)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Any, ...]:
         (rows_N,) = ctx.saved_tensors
         return take_rows(dy_TH, rows_N), None, None
+
+
+class _CopySlots(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, taken: Tensor, places_Tk: Tensor, sizes: Sequence[int] | None
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(places_Tk)
+        sizes = (taken.shape[0],) if sizes is None else sizes
+        return tuple(taken[: sum(sizes)].split(list(sizes)))
+
+    @staticmethod
+    def backward(ctx: Any, *pieces: Tensor) -> tuple[Any, ...]:
+        (places_Tk,) = ctx.saved_tensors
+        return _total(joined(pieces), places_Tk), None, None, None
+
+
+def _total(y_NH: Tensor, places_Tk: Tensor) -> Tensor:
+    total = take_rows(y_NH, places_Tk[:, 0])
+    for slot in range(1, places_Tk.shape[1]):
+        total += take_rows(y_NH, places_Tk[:, slot])
+    return total

@@ -5,10 +5,12 @@ here, M rows here, N places of all experts here.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from megablocks_core.groups import LOCAL, Group
 from megablocks_core.layers.moe.routing import Routing
 
 
@@ -25,8 +27,8 @@ class Dispatched(NamedTuple):
         host_counts: ``tokens_per_expert`` as integers of the host, if a dispatcher has read
             them; experts that need them read them otherwise.
         capacity: C, if there is one.
-        places: The places that read each row of ``x`` [M, any number], -1 where there is none;
-            experts find them otherwise.
+        places: The places that read each row of ``x`` [M s], -1 for none; so the gradient of
+            ``x`` is a sum of gathers. ``None`` where only ``rows`` says it.
     """
 
     x: Tensor
@@ -38,8 +40,38 @@ class Dispatched(NamedTuple):
     places: Tensor | None = None
 
 
+class Pending(Protocol):
+    """Something under way; ``wait`` gives it, once."""
+
+    def wait(self) -> Any:
+        """What has arrived."""
+        ...
+
+
+class Arrived:
+    """Something that is there already."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def wait(self) -> Any:
+        """What has arrived."""
+        return self._value
+
+
 class Dispatcher(ABC):
-    """Brings tokens to their experts and the results back. It holds nothing between calls."""
+    """Brings tokens to their experts and the results back. It holds nothing between calls.
+
+    ``dispatch`` and ``combine`` are all a caller needs. ``start_dispatch``, ``start_combine`` and
+    ``finish_combine`` are the same in steps, between which other work goes on.
+
+    Attributes:
+        ep: The ranks that share the experts.
+        etp: The ranks that share the features of each expert.
+    """
+
+    ep: Group = LOCAL
+    etp: Group = LOCAL
 
     @abstractmethod
     def dispatch(self, x_TH: Tensor, routing: Routing) -> tuple[Dispatched, Any]:
@@ -58,3 +90,25 @@ class Dispatcher(ABC):
             y_NH: The experts' results, weighted, in the order of ``Dispatched.rows``.
             handle: Of the dispatch.
         """
+
+    def start_dispatch(
+        self, x_TH: Tensor, routing: Routing, *, chunks: int = 1
+    ) -> Sequence[Pending]:
+        """Send tokens to their experts in pieces; each gives ``(Dispatched, handle)``.
+
+        Args:
+            x_TH: This rank's tokens [T H].
+            routing: Of these tokens.
+            chunks: How many pieces at most, equal on all ranks. Where sending in pieces gains
+                nothing there is one.
+        """
+        return [Arrived(self.dispatch(x_TH, routing))]
+
+    def start_combine(self, y_NH: Tensor, handle: Any) -> Pending:
+        """Send one piece's results back; ``finish_combine`` takes what this returns."""
+        return Arrived(self.combine(y_NH, handle))
+
+    def finish_combine(self, pieces: Sequence[Pending]) -> Tensor:
+        """Sum of what its experts made of each token [T H], from all pieces, in order."""
+        (piece,) = pieces
+        return piece.wait()
