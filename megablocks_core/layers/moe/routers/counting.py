@@ -1,4 +1,7 @@
-"""How many tokens chose each expert, without a value on the host."""
+"""How many tokens chose each expert, and in which order, without a value on the host.
+
+Dimensions: N slots, E experts.
+"""
 
 import torch
 from torch import Tensor
@@ -6,7 +9,34 @@ from torch import Tensor
 
 def count_choices(indices: Tensor, num_experts: int) -> Tensor:
     """How often each expert stands in ``indices`` [E], int64; negative ones count nowhere."""
+    keys = _keys(indices, num_experts).sort().values
+    return _bounds(keys, num_experts).diff()
+
+
+def queue_places(indices: Tensor, num_experts: int, *, by: Tensor | None = None) -> Tensor:
+    """Each slot's place in the queue before its expert, from 0 on; as ``indices``, int64.
+
+    Args:
+        indices: Experts; slots with negative ones stand in a queue of their own.
+        num_experts: E.
+        by: Higher values stand in front, and of equal ones the earlier slot; default: the order
+            of the slots.
+    """
+    keys = _keys(indices, num_experts)
+    order = torch.arange(keys.shape[0], device=keys.device)
+    if by is not None:
+        order = by.detach().reshape(-1).sort(descending=True, stable=True).indices
+    keys, inner = keys[order].sort(stable=True)
+    starts = _bounds(keys, num_experts)
+    inside = torch.arange(keys.shape[0], device=keys.device) - starts[keys]
+    return inside[order[inner].argsort()].view_as(indices)
+
+
+def _keys(indices: Tensor, num_experts: int) -> Tensor:
     chosen = indices.reshape(-1)
-    keys = torch.where(chosen < 0, num_experts, chosen).sort().values
-    bounds = torch.arange(num_experts + 1, device=keys.device)
-    return torch.searchsorted(keys, bounds).diff()
+    return torch.where(chosen < 0, num_experts, chosen)
+
+
+def _bounds(keys: Tensor, num_experts: int) -> Tensor:
+    """Where each expert's slots start in sorted keys, and where the last one's end [E+1]."""
+    return torch.searchsorted(keys, torch.arange(num_experts + 1, device=keys.device))

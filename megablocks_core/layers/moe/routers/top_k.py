@@ -6,26 +6,27 @@ groups: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2.
 Dimensions: T tokens of this rank, H features, E experts, k slots a token, G groups.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
-from megablocks_core.groups import LOCAL, Group, check_group, copy_to
+from megablocks_core.groups import LOCAL, Group
+from megablocks_core.layers.moe.routers.capacity import Capacity
 from megablocks_core.layers.moe.routers.counting import count_choices
 from megablocks_core.layers.moe.routers.groups import GroupLimit
+from megablocks_core.layers.moe.routers.jitter import Jitter
+from megablocks_core.layers.moe.routers.linear_router import LinearRouter
 from megablocks_core.layers.moe.routers.scores import (
     SCORES,
     Score,
     balance_scores,
+    check_mask,
+    check_score,
     highest,
     precise,
-    renormalised,
+    weights_of,
 )
 from megablocks_core.layers.moe.routing import NOWHERE, Routing
 from megablocks_core.parallel import remember
-from megablocks_core.parallel.initial import key_for, normal_
 
 
 def route_top_k(
@@ -61,34 +62,38 @@ def route_top_k(
     Raises:
         ValueError: A shape does not fit, or ``top_k`` is not from 1 to E.
     """
-    check_top_k(logits_TE.shape[-1], top_k, score=score, renormalize=renormalize, groups=groups)
-    _check_shapes(logits_TE, top_k, selection_bias=selection_bias, mask=mask, choices=choices)
+    check_mask(mask, logits_TE)
+    check_top_k(logits_TE.shape[1], top_k, score=score, renormalize=renormalize, groups=groups)
+    _check_shapes(logits_TE, top_k, selection_bias=selection_bias, choices=choices)
     with torch.autocast(logits_TE.device.type, enabled=False):
         logits_TE = precise(logits_TE)
         scores_TE = SCORES[score](logits_TE)
+        plain = groups is None and selection_bias is None
         if choices is None:
             choices = remember(
-                lambda: _choose(scores_TE, top_k, groups=groups, selection_bias=selection_bias)
+                lambda: _choose(
+                    # Logits rank as softmax scores do, and differ where those round to one value.
+                    logits_TE if plain and score == "softmax" else scores_TE,
+                    top_k,
+                    groups=groups,
+                    selection_bias=selection_bias,
+                )
             )
-        weights_Tk = scores_TE.gather(-1, choices.clamp(min=0))
-        if renormalize is not False:
-            weights_Tk = renormalised(weights_Tk, float(renormalize))
-        weights_Tk = weights_Tk * scale
-        balanced_TE = balance_scores(scores_TE, score)
         if mask is not None:
             choices = choices.masked_fill(~mask[:, None], NOWHERE)
+        weights_Tk = weights_of(logits_TE, scores_TE, choices, score, renormalize) * scale
+        balanced_TE = balance_scores(scores_TE, score)
+        if mask is not None:
             balanced_TE = balanced_TE.masked_fill(~mask[:, None], 0)
-        weights_Tk = weights_Tk.masked_fill(choices < 0, 0)
         counts_E = count_choices(choices, logits_TE.shape[-1])
     return Routing(choices, weights_Tk, balanced_TE, logits_TE, counts_E, mask)
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(LinearRouter):
     """Each token goes to the ``top_k`` experts that score it highest.
 
-    Maps ``x`` [T H] to the ``Routing`` of its tokens, by ``route_top_k`` on the logits
-    ``x weight^T``, computed in float32 at least. Nothing is sent forward; where ranks of
-    ``group`` hold different tokens, backward all-reduces the gradients of weight and bias.
+    Maps ``x`` [T H] to the ``Routing`` of its tokens, by ``route_top_k`` on the logits. Sends
+    what ``LinearRouter`` does.
 
     Args:
         hidden_size: H.
@@ -101,6 +106,8 @@ class TopKRouter(nn.Module):
         bias: Add a bias to the logits.
         selection_bias: Have a buffer ``e_score_correction_bias`` [E], added to scores for the
             choice alone; ``update_selection_bias`` says how it changes. It is float32 for good.
+        jitter: Of what the router reads, in training.
+        capacity: At most so many tokens an expert.
         group: Tensor-parallel ranks that hold different tokens (sequence parallelism).
         device: Of the parameters.
         dtype: Of the parameters.
@@ -110,7 +117,9 @@ class TopKRouter(nn.Module):
             or a name is unknown.
     """
 
-    def __init__(
+    e_score_correction_bias: Tensor | None
+
+    def __init__(  # noqa: PLR0913 (each is an option of its own)
         self,
         hidden_size: int,
         *,
@@ -122,45 +131,47 @@ class TopKRouter(nn.Module):
         groups: GroupLimit | None = None,
         bias: bool = False,
         selection_bias: bool = False,
+        jitter: Jitter | None = None,
+        capacity: Capacity | None = None,
         group: Group = LOCAL,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         check_top_k(num_experts, top_k, score=score, renormalize=renormalize, groups=groups)
-        check_group(group)
-        self.num_experts, self.top_k, self.group = num_experts, top_k, group
+        super().__init__(
+            hidden_size,
+            num_experts=num_experts,
+            bias=bias,
+            jitter=jitter,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
+        self.top_k, self.capacity = top_k, capacity
         self.score: Score = score
         self.renormalize, self.scale, self.groups = renormalize, scale, groups
-        self.weight = nn.Parameter(
-            torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
-        )
-        self.bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if bias else None
         corrected = torch.empty(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("e_score_correction_bias", corrected if selection_bias else None)
         self.reset_parameters()
 
-    @torch.no_grad()
-    def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
-        """Normal values of deviation H^-0.5; zero biases."""
-        key = key_for(self.weight, f"{prefix}weight", seed)
-        normal_(self.weight, key=key, std=self.weight.shape[1] ** -0.5)
-        for bias in (self.bias, self.e_score_correction_bias):
-            if bias is not None:
-                bias.zero_()
-
     def forward(
-        self, x_TH: Tensor, *, mask: Tensor | None = None, choices: Tensor | None = None
+        self,
+        x_TH: Tensor,
+        *,
+        mask: Tensor | None = None,
+        index: Tensor | None = None,
+        choices: Tensor | None = None,
     ) -> Routing:
         """Route the tokens.
 
         Args:
             x_TH: Tokens [T H].
             mask: True for tokens that count [T].
+            index: A word a token from ``DropoutKey.index`` [T], if the router jitters.
             choices: Experts to take in place of the best [T k].
         """
-        return route_top_k(
-            self.logits(x_TH),
+        routing = route_top_k(
+            self.logits(x_TH, index=index),
             top_k=self.top_k,
             score=self.score,
             renormalize=self.renormalize,
@@ -170,31 +181,11 @@ class TopKRouter(nn.Module):
             mask=mask,
             choices=choices,
         )
-
-    def logits(self, x_TH: Tensor) -> Tensor:
-        """[T E], in float32 at least."""
-        weights = [self.weight] if self.bias is None else [self.weight, self.bias]
-        if self.group.size > 1:
-            copies = copy_to(*weights, group=self.group)
-            weights = [copies] if isinstance(copies, Tensor) else list(copies)
-        with torch.autocast(x_TH.device.type, enabled=False):
-            return linear(*(precise(each) for each in (x_TH, *weights)))
+        return routing if self.capacity is None else self.capacity.limit(routing)
 
     def extra_repr(self) -> str:
         """Sizes and score."""
-        experts, hidden = self.weight.shape
-        return f"{hidden}, num_experts={experts}, top_k={self.top_k}, score={self.score!r}"
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "TopKRouter":
-        """Move or convert, but keep the selection bias in float32: its steps are small."""
-        kept = self.e_score_correction_bias
-        super()._apply(fn, recurse)
-        bias = self.e_score_correction_bias
-        if bias is not None and bias.dtype != torch.float32:
-            self.e_score_correction_bias = (
-                bias.float() if kept.is_meta or bias.is_meta else kept.to(bias.device)
-            )
-        return self
+        return f"{super().extra_repr()}, top_k={self.top_k}, score={self.score!r}"
 
 
 def check_top_k(
@@ -208,8 +199,7 @@ def check_top_k(
     """Raise unless the choice is possible."""
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}")
-    if score not in SCORES:
-        raise ValueError(f"score={score!r} must be one of {', '.join(SCORES)}")
+    check_score(score)
     if not isinstance(renormalize, bool) and renormalize <= 0:
         raise ValueError(f"renormalize={renormalize} must be True, False or a norm's order above 0")
     if groups is not None:
@@ -228,13 +218,8 @@ def _choose(
 
 
 def _check_shapes(logits_TE: Tensor, top_k: int, **others: Tensor | None) -> None:
-    if logits_TE.dim() != 2:
-        raise ValueError(f"logits of shape {list(logits_TE.shape)} must be [T E]")
     tokens, experts = logits_TE.shape
-    right = {"selection_bias": (experts,), "mask": (tokens,), "choices": (tokens, top_k)}
+    right = {"selection_bias": (experts,), "choices": (tokens, top_k)}
     for name, tensor in others.items():
         if tensor is not None and tuple(tensor.shape) != right[name]:
             raise ValueError(f"{name} of shape {list(tensor.shape)} must be of {list(right[name])}")
-    mask = others["mask"]
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"mask of {mask.dtype} must be bool: True for a token that counts")
