@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megablocks_core.groups import LOCAL, Group, Segment, split_evenly
 from megablocks_core.layers.attention.causal import causal_attention
 from megablocks_core.layers.attention.dropping import Dropped, index_of_heads
+from megablocks_core.layers.attention.projection_norm import ProjectionNorm, normalise
 from megablocks_core.layers.linear import LinearFactory, apply_each, parallel_linear
 from megablocks_core.layers.norm import on_part
 from megablocks_core.layers.rotary import RotaryEmbedding, rotate
@@ -32,7 +33,7 @@ class Attention(nn.Module):
     and ``y`` hold this rank's tokens; forward sends an all-gather and a reduce-scatter, and
     backward these two and the second gather of ``x``. Backward sends one small message more
     for the weights of query and key norms, and one for key and value heads that several
-    ranks hold.
+    ranks hold. Norms over whole projections send one small message more forward and backward.
 
     Args:
         hidden_size: H.
@@ -46,12 +47,16 @@ class Attention(nn.Module):
         sequence_parallel: The ranks hold equal slices of the tokens.
         linear: Builds the projections; default ``parallel_linear``, which see.
         norm: Builds the norms of query and key heads from ``head_dim``; ``None`` for none.
+        projection_norm_eps: In place of ``norm``, RMS norms over the features of all query heads
+            and all key heads, with this under the root.
+        clip: Queries, keys and values are clamped to this size, after norms.
         tp: The tensor-parallel ranks.
         device: Of the parameters.
         dtype: Of the parameters.
 
     Raises:
-        ValueError: Heads do not divide evenly over each other or over ``tp``.
+        ValueError: Heads do not divide evenly over each other or over ``tp``, or there are two
+            kinds of norms.
     """
 
     def __init__(  # noqa: PLR0913 (each is an option of its own)
@@ -67,6 +72,8 @@ class Attention(nn.Module):
         sequence_parallel: bool = False,
         linear: LinearFactory | None = None,
         norm: Callable[..., nn.Module] | None = None,
+        projection_norm_eps: float | None = None,
+        clip: float | None = None,
         tp: Group = LOCAL,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -90,8 +97,18 @@ class Attention(nn.Module):
         self.k_proj = column(hidden_size, kv_size, segments=kv_segments)
         self.v_proj = column(hidden_size, kv_size, segments=kv_segments)
         self.o_proj = build(q_size, hidden_size, parallel_mode="row", bias=bias is True)
+        self.clip = clip
         self.q_norm = norm and norm(self.head_dim, device=device, dtype=dtype)
         self.k_norm = norm and norm(self.head_dim, device=device, dtype=dtype)
+        if projection_norm_eps is not None:
+            if norm is not None:
+                raise ValueError(
+                    f"projection_norm_eps={projection_norm_eps} must be None beside norm"
+                )
+            whole = partial(
+                ProjectionNorm, eps=projection_norm_eps, group=tp, device=device, dtype=dtype
+            )
+            self.q_norm, self.k_norm = whole(q_size), whole(kv_size, segments=kv_segments)
         self.rotary = rotary
         self.dropout = dropout or Dropout(0.0)
 
@@ -125,14 +142,16 @@ class Attention(nn.Module):
                 see ``causal_attention``.
         """
         projections = apply_each(x_TH, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projections)
+        q, k, v = self._in_heads(projections)
         if positions.shape[-1] != q.shape[-3]:
             raise ValueError(
                 f"positions has {positions.shape[-1]} tokens and must have {q.shape[-3]}"
             )
-        if self.q_norm is not None and self.k_norm is not None:
-            q_norm, k_norm = norms or on_part(self.q_norm, self.k_norm, group=self.tp)
+        if self.head_norms:
+            q_norm, k_norm = norms or on_part(*self.head_norms, group=self.tp)
             q, k = q_norm(q), k_norm(k)
+        if self.clip is not None:
+            q, k, v = (y.clamp(-self.clip, self.clip) for y in (q, k, v))
         if self.rotary is not None:
             cos_Tr, sin_Tr = tables or self.rotary(positions, dtype=q.dtype)
             q, k = rotate(q, cos_Tr, sin_Tr), rotate(k, cos_Tr, sin_Tr)
@@ -147,6 +166,19 @@ class Attention(nn.Module):
             dropped=self._dropped(dropout_index) if self.dropout.drops else None,
         )
         return self.o_proj(y.reshape(*rows, y.shape[1], -1))
+
+    @property
+    def head_norms(self) -> list[nn.Module]:
+        """Those of query and key heads, whose weights every rank holds; none or two."""
+        found = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        return [norm for norm in found if not isinstance(norm, ProjectionNorm)]
+
+    def _in_heads(self, projections: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Queries, keys and values by head, normalised if norms are over whole projections."""
+        q, k, v = projections
+        if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
+            q, k = normalise((self.q_norm, q), (self.k_norm, k))
+        return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
 
     def _dropped(self, dropout_index: Tensor | None) -> Dropped:
         index_Tn = index_of_heads(self.dropout.required(dropout_index), self.heads)

@@ -37,6 +37,20 @@ def test_every_number_of_kv_heads_equals_one_process():
 
 
 @ranks(1, 2, 4)
+def test_norms_over_whole_projections_and_clipping_equal_one_process():
+    for num_kv_heads in (4, 1):
+        assert_parallel_equivalence(
+            lambda group, num_kv_heads=num_kv_heads: _attention(
+                group, num_kv_heads, norm=None, projection_norm_eps=1e-3, clip=0.5
+            ),
+            {"x_TH": torch.randn(1, 8, 16), **CASES["one row"]},
+            group=_tp(),
+            loss=_loss,
+            same_start=True,
+        )
+
+
+@ranks(1, 2, 4)
 def test_cut_tokens_equal_one_process():
     tp = _tp()
     for num_kv_heads in (4, 1):
@@ -200,7 +214,9 @@ def test_it_compiles_whole():
         assert_close(*results)
 
 
-def _attention(tp=None, num_kv_heads=4, *, norm=RMSNorm, bias=True, sequence_parallel=False):
+def _attention(
+    tp=None, num_kv_heads=4, *, norm=RMSNorm, bias=True, sequence_parallel=False, **options
+):
     return Attention(
         16,
         4,
@@ -211,6 +227,7 @@ def _attention(tp=None, num_kv_heads=4, *, norm=RMSNorm, bias=True, sequence_par
         norm=norm,
         sequence_parallel=sequence_parallel,
         **({} if tp is None else {"tp": tp}),
+        **options,
     )
 
 
