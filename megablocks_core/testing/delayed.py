@@ -3,7 +3,8 @@
 Gloo answers so fast that code which reads a result too early, or writes into a tensor that
 is still being sent, works by luck. Here each message leaves late, after a pause of its own
 on every rank. Its input is read when it leaves, so that an early overwrite is what is sent;
-its output is NaN until it is waited for. The results are gloo's, to the bit.
+its output is NaN until it is waited for. The results are gloo's, to the bit, and modes that
+count messages (``CommDebugMode``) count the same ones.
 """
 
 # ruff: noqa: D102 (the messages are torch's)
@@ -21,7 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 PAUSE = (0.005, 0.03)  # seconds
 
@@ -67,6 +70,7 @@ class DelayedGroup(dist.ProcessGroup):
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         # It carries the group's name, and serves what is not delayed below.
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._shown = _silent_group(rank, size)
         self._outbox: Any = queue.SimpleQueue()
         threading.Thread(target=_leave_late, args=(self._outbox, rank), daemon=True).start()
         weakref.finalize(self, self._outbox.put, None)
@@ -149,6 +153,7 @@ class DelayedGroup(dist.ProcessGroup):
         in_place: bool = False,
     ) -> DelayedWork:
         """Post ``message(private outputs, *inputs)`` and poison the outputs until it is waited."""
+        options = () if opts is None else (opts,)
         fresh = torch.clone if in_place else torch.empty_like
         places = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(outputs)}
         # What the message writes is no inference tensor: gloo's thread is in no inference mode.
@@ -158,11 +163,27 @@ class DelayedGroup(dist.ProcessGroup):
             inputs = pytree.tree_map(lambda x: _apart(x, places), inputs)
             arrived = pytree.tree_map(lambda x: fresh(x.detach()), outputs)
         with torch.no_grad():
+            self._show(message, outputs, *inputs, *options)
             pytree.tree_map(_poison, outputs)
-        options = () if opts is None else (opts,)
         started: Future[Any] = Future()
         self._outbox.put((lambda: message(arrived, *inputs, *options), started))
         return DelayedWork(started, arrived, outputs)
+
+    def _show(self, message: Callable[..., Any], *arguments: Any) -> None:
+        """Let modes that see torch's operators see a message: a group in Python calls none."""
+        shown = getattr(self._shown, message.__name__, None)
+        if shown is not None and _get_current_dispatch_mode() is not None:
+            shown(*arguments)
+
+
+def _silent_group(rank: int, size: int) -> Any:
+    """A group of torch's own kind that sends nothing."""
+    group: Any = dist.ProcessGroup(rank, size)  # pyright: ignore[reportCallIssue]
+    kind: Any = FakeProcessGroup  # its stub has other arguments
+    silent = kind._create_internal(rank, size, kind.Options())
+    group._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, silent)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    return group
 
 
 # The names by which torch's own functions and earlier versions call the same messages.

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.tensor.debug import CommDebugMode
 
 from megablocks_core.groups import Mesh, all_to_all
 from megablocks_core.groups.messages import (
@@ -109,3 +111,26 @@ def test_a_message_that_cannot_be_sent_raises_when_waited_for():
     work = dist.distributed_c10d._get_default_group().allgather([[torch.ones(2)]], [torch.ones(2)])
     with pytest.raises(RuntimeError):
         work.wait()
+
+
+@ranks(2, backend="delayed")
+def test_messages_are_counted_as_gloos_are():
+    world = dist.distributed_c10d._get_default_group()
+    whole, part = torch.ones(4), torch.ones(2)
+    with CommDebugMode() as traffic:
+        dist.all_reduce(part)
+        dist.all_gather_into_tensor(whole, part)
+        dist.reduce_scatter_tensor(part, whole)
+        dist.all_to_all_single(whole, whole.clone())
+        dist.broadcast(whole, src=1)
+        funcol.all_reduce(part, "sum", world).sum()
+    counts = {str(op).split(".")[-1]: n for op, n in traffic.get_comm_counts().items()}
+    assert counts == {
+        "allreduce_": 1,
+        "_allgather_base_": 1,
+        "_reduce_scatter_base_": 1,
+        "alltoall_base_": 1,
+        "broadcast_": 1,
+        "all_reduce": 1,
+    }
+    assert whole.tolist() == [2.0] * 4 and part.tolist() == [4.0] * 2
