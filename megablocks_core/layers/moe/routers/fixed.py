@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.layers.moe.routers.counting import count_choices
-from megablocks_core.layers.moe.routers.jitter import check_words, uniform
 from megablocks_core.layers.moe.routers.scores import check_mask, highest
+from megablocks_core.layers.moe.routers.words import check_words, stream_key, uniform
 from megablocks_core.layers.moe.routing import NOWHERE, Routing
-from megablocks_core.parallel.counter import bits_of, key_of
 
 
 def random_choices(index_T: Tensor, *, num_experts: int, top_k: int, stream: str) -> Tensor:
@@ -32,12 +31,8 @@ def random_choices(index_T: Tensor, *, num_experts: int, top_k: int, stream: str
         ValueError: ``top_k`` is not from 1 to E, ``stream`` is "", or words are not int64 [T].
     """
     _check(num_experts, top_k)
-    if not stream:
-        raise ValueError(f"stream={stream!r} must name the layer")
     check_words(index_T, index_T.shape[0])
-    rows = bits_of(index_T, key_of(0, f"{stream}.experts")).unsqueeze(-1)
-    experts = torch.arange(num_experts, device=index_T.device)
-    return highest(uniform(bits_of(rows, experts)), top_k)
+    return highest(uniform(index_T, stream_key(stream), num_experts), top_k)
 
 
 def balanced_choices(
@@ -60,7 +55,8 @@ def balanced_choices(
 class HashRouter(nn.Module):
     """A token goes where a hash of its id says, in each layer elsewhere; weights are 1/k.
 
-    It has no weight: nothing learns, and the load follows the frequency of tokens.
+    It has no weight: nothing learns, and the load follows the frequency of tokens. With the words
+    of ``DropoutKey.index`` in place of ids, experts are random.
 
     Args:
         num_experts: E.
@@ -74,8 +70,7 @@ class HashRouter(nn.Module):
     def __init__(self, *, num_experts: int, top_k: int, stream: str) -> None:
         super().__init__()
         _check(num_experts, top_k)
-        if not stream:
-            raise ValueError(f"stream={stream!r} must name the layer")
+        stream_key(stream)  # raises if it is no name
         self.num_experts, self.top_k, self.stream = num_experts, top_k, stream
 
     def forward(
@@ -91,15 +86,13 @@ class HashRouter(nn.Module):
         Raises:
             ValueError: ``index`` is missing, or is not int64 [T].
         """
-        return _even(x_TH, self._choices(x_TH, index), self.num_experts, mask)
-
-    def _choices(self, x_TH: Tensor, index: Tensor | None) -> Tensor:
         if index is None:
             raise ValueError("index=None must be a word a token")
         check_words(index, x_TH.shape[0])
-        return random_choices(
+        choices = random_choices(
             index, num_experts=self.num_experts, top_k=self.top_k, stream=self.stream
         )
+        return _even(x_TH, choices, self.num_experts, mask)
 
 
 class BalancedRouter(nn.Module):

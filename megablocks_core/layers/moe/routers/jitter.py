@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.parallel.counter import bits_of, key_of, shift
+from megablocks_core.layers.moe.routers.words import check_words, stream_key, uniform
 
 
 class Jitter(nn.Module):
@@ -31,10 +31,7 @@ class Jitter(nn.Module):
         super().__init__()
         if not (isinstance(eps, Real) and 0 <= eps <= 1):
             raise ValueError(f"eps={eps!r} must be from 0 to 1")
-        if not stream:
-            raise ValueError(f"stream={stream!r} must name the layer")
-        self.eps, self.stream = float(eps), stream
-        self.key = key_of(0, f"{stream}.jitter")
+        self.eps, self.stream, self.key = float(eps), stream, stream_key(stream)
 
     def forward(self, x_TH: Tensor, *, index: Tensor | None) -> Tensor:
         """Jitter the tokens.
@@ -61,26 +58,12 @@ class Jitter(nn.Module):
         return f"eps={self.eps}, stream={self.stream!r}"
 
 
-def check_words(index: Tensor, num_tokens: int) -> None:
-    """Raise unless there is an int64 word for each token."""
-    if index.dtype != torch.int64 or tuple(index.shape) != (num_tokens,):
-        raise ValueError(
-            f"index of {index.dtype} and shape {list(index.shape)} must be int64 of [{num_tokens}]"
-        )
-
-
-def uniform(bits: Tensor) -> Tensor:
-    """Random bits as float64 values of [0, 1)."""
-    return shift(bits, 11).double() * 2.0**-53
-
-
 class _Jitter(torch.autograd.Function):
     """Linear in ``x``, so backward is the same function of the gradient."""
 
     @staticmethod
     def forward(x: Tensor, index: Tensor, eps: float, key: int) -> Tensor:
-        features = torch.arange(x.shape[-1], device=x.device)
-        values = uniform(bits_of(bits_of(index, key).unsqueeze(-1), features))
+        values = uniform(index, key, x.shape[-1])
         return x * values.mul_(2 * eps).add_(1 - eps).to(x.dtype)
 
     @staticmethod

@@ -26,7 +26,7 @@ def sinkhorn(
     logits_TE: Tensor,
     *,
     mask: Tensor | None = None,
-    iterations: int = 50,
+    iterations: int = 20,
     tolerance: float = 1e-4,
     group: Group = LOCAL,
 ) -> Tensor:
@@ -35,8 +35,8 @@ def sinkhorn(
     Rows and columns are scaled in turn until the columns' factors move by ``tolerance`` on
     average or less. Later iterations then change nothing: how many ran is not read on the host.
 
-    Sent: over more than one rank, an all-reduce of E sums an iteration, one of the largest
-    logit and one of the number of tokens.
+    Sent: over more than one rank, an all-reduce of E sums an iteration and one of the number
+    of tokens.
 
     Args:
         logits_TE: [T E].
@@ -48,8 +48,7 @@ def sinkhorn(
     Raises:
         ValueError: ``iterations`` is below 1.
     """
-    if iterations < 1:
-        raise ValueError(f"iterations={iterations} must be at least 1")
+    _check_iterations(iterations)
     logits_TE = precise(logits_TE)
     num_experts = logits_TE.shape[1]
     # The greatest of each row is taken away, which only rescales its factor.
@@ -76,6 +75,7 @@ def route_sinkhorn(
     *,
     top_k: int,
     balance: bool = True,
+    iterations: int = 20,
     mask: Tensor | None = None,
     group: Group = LOCAL,
 ) -> Routing:
@@ -88,6 +88,7 @@ def route_sinkhorn(
         logits_TE: [T E].
         top_k: k.
         balance: True in training; else the experts are the best by logit.
+        iterations: Of ``sinkhorn``, at most.
         mask: True for tokens that count [T].
         group: The ranks whose tokens make the batch; see ``sinkhorn`` for what is sent.
 
@@ -99,7 +100,11 @@ def route_sinkhorn(
     choices = None
     if balance:
         check_top_k(logits_TE.shape[1], top_k, score="softmax", renormalize=False, groups=None)
-        choices = remember(lambda: highest(sinkhorn(logits_TE, mask=mask, group=group), top_k))
+        choices = remember(
+            lambda: highest(
+                sinkhorn(logits_TE, mask=mask, iterations=iterations, group=group), top_k
+            )
+        )
     score = "sigmoid" if top_k == 1 else "softmax"
     return route_top_k(
         logits_TE, top_k=top_k, score=score, renormalize=False, mask=mask, choices=choices
@@ -116,6 +121,7 @@ class SinkhornRouter(LinearRouter):
         hidden_size: H.
         num_experts: E.
         top_k: k.
+        iterations: Of ``sinkhorn``, at most.
         jitter: Of what the router reads, in training.
         capacity: At most so many tokens an expert.
         group: Tensor-parallel ranks that hold different tokens; together they make the batch.
@@ -123,7 +129,7 @@ class SinkhornRouter(LinearRouter):
         dtype: Of the parameters.
 
     Raises:
-        ValueError: ``top_k`` is not from 1 to ``num_experts``.
+        ValueError: ``top_k`` is not from 1 to ``num_experts``, or ``iterations`` is below 1.
     """
 
     def __init__(
@@ -132,6 +138,7 @@ class SinkhornRouter(LinearRouter):
         *,
         num_experts: int,
         top_k: int,
+        iterations: int = 20,
         jitter: Jitter | None = None,
         capacity: Capacity | None = None,
         group: Group = LOCAL,
@@ -139,6 +146,7 @@ class SinkhornRouter(LinearRouter):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_top_k(num_experts, top_k, score="softmax", renormalize=False, groups=None)
+        _check_iterations(iterations)
         super().__init__(
             hidden_size,
             num_experts=num_experts,
@@ -147,7 +155,7 @@ class SinkhornRouter(LinearRouter):
             device=device,
             dtype=dtype,
         )
-        self.top_k, self.capacity = top_k, capacity
+        self.top_k, self.iterations, self.capacity = top_k, iterations, capacity
         self.reset_parameters()
 
     def forward(
@@ -162,6 +170,16 @@ class SinkhornRouter(LinearRouter):
         """
         logits_TE = self.logits(x_TH, index=index)
         routing = route_sinkhorn(
-            logits_TE, top_k=self.top_k, balance=self.training, mask=mask, group=self.group
+            logits_TE,
+            top_k=self.top_k,
+            balance=self.training,
+            iterations=self.iterations,
+            mask=mask,
+            group=self.group,
         )
         return routing if self.capacity is None else self.capacity.limit(routing)
+
+
+def _check_iterations(iterations: int) -> None:
+    if iterations < 1:
+        raise ValueError(f"iterations={iterations} must be at least 1")
