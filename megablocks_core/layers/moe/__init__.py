@@ -6,7 +6,10 @@ from megablocks_core.layers.moe.dispatch import Dispatched as Dispatched
 from megablocks_core.layers.moe.dispatch import Dispatcher as Dispatcher
 from megablocks_core.layers.moe.dispatch import LocalDispatcher as LocalDispatcher
 from megablocks_core.layers.moe.experts import GroupedExperts as GroupedExperts
+from megablocks_core.layers.moe.losses import attach_loss as attach_loss
+from megablocks_core.layers.moe.losses import convert_coefficient as convert_coefficient
 from megablocks_core.layers.moe.losses import load_balance_loss as load_balance_loss
+from megablocks_core.layers.moe.losses import total_loss as total_loss
 from megablocks_core.layers.moe.losses import z_loss as z_loss
 from megablocks_core.layers.moe.moe import MoE as MoE
 from megablocks_core.layers.moe.routers import BalancedRouter as BalancedRouter

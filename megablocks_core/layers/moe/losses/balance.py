@@ -75,9 +75,10 @@ def load_balance_loss(
         choices_BE, tokens_B = counts[:, :-1], counts[:, -1]
     if tokens_per_expert is not None:
         choices_BE = tokens_per_expert.unsqueeze(0)
-    f_BE = choices_BE / choices_BE.sum(-1, keepdim=True).clamp(min=1)
+    # A quotient of integers would be float32.
+    f_BE = choices_BE.to(scores_BE.dtype) / choices_BE.sum(-1, keepdim=True).clamp(min=1)
     # A sequence's mean score times its number of tokens is its sum of scores.
-    total = routing.num_experts * (f_BE.to(scores_BE.dtype) * scores_BE).sum()
+    total = routing.num_experts * (f_BE * scores_BE).sum()
     return total if reduction == "sum" else total / tokens_B.sum().clamp(min=1)
 
 
