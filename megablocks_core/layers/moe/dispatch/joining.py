@@ -11,8 +11,11 @@ from torch import Tensor
 
 
 def with_graph(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors, which have a graph wherever gradients are on, and zero ones if idle."""
-    if not torch.is_grad_enabled():
+    """The same tensors, which have a graph wherever gradients are on, and zero ones if idle.
+
+    In compiled code they are as they are: there ranks must agree on what needs a gradient.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return tensors
     leaf = torch.zeros(0, device=tensors[0].device, requires_grad=True)
     return _Rooted.apply(leaf, *tensors)

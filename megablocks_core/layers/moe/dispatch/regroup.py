@@ -23,8 +23,8 @@ def regroup(counts_qpe: Tensor, num_rows: int, *, capacity: int | None = None) -
     device = counts_qpe.device
     counts = counts_qpe.reshape(-1)
     runs = torch.arange(counts.shape[0], device=device).view(counts_qpe.shape)
-    by_expert = runs.permute(2, 1, 0)
-    counts_epq = counts[by_expert]
+    by_expert = runs.permute(2, 1, 0).contiguous()
+    counts_epq = counts_qpe.permute(2, 1, 0).contiguous()
     if capacity is None:
         starts, targets_epq = _before(counts), _before(counts_epq.reshape(-1))
     else:
