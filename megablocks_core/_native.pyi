@@ -66,3 +66,29 @@ def softmax_gradients(
     threads: int = 1,
 ) -> None:
     """Make gradients of logits, in their place; int16 are the bits of bfloat16."""
+
+def hidden_rows(
+    gate: NDArray[np.float32 | np.int16],
+    up: NDArray[np.float32 | np.int16],
+    *,
+    weights: NDArray[np.float32],
+    activation: tuple[float, float, float],
+    out: NDArray[np.float32 | np.int16],
+    threads: int = 1,
+) -> None:
+    """Write weighted SwiGLU into the first rows of ``out``, and zeros into the others."""
+
+def hidden_gradients(
+    gate: NDArray[np.float32 | np.int16],
+    up: NDArray[np.float32 | np.int16],
+    *,
+    weights: NDArray[np.float32],
+    activation: tuple[float, float, float],
+    of_hidden: NDArray[np.float32 | np.int16],
+    hidden: NDArray[np.float32 | np.int16],
+    of_gate: NDArray[np.float32 | np.int16],
+    of_up: NDArray[np.float32 | np.int16],
+    of_weights: NDArray[np.float32],
+    threads: int = 1,
+) -> None:
+    """Write weighted SwiGLU again and its gradients, with zeros in the rows that are too many."""

@@ -6,6 +6,7 @@ Dimensions: N rows, F features.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -22,9 +23,12 @@ class Activation(ABC):
 
     Attributes:
         gated: Whether it takes a gate.
+        swiglu: The numbers alpha, limit and shift, if it is ``(up + shift) * gate *
+            sigmoid(alpha * gate)`` of clamped gate and up, as ``ClampedSwiGLU`` says.
     """
 
     gated: bool
+    swiglu: tuple[float, float, float] | None = None
 
     @abstractmethod
     def forward(self, gate_NF: Tensor | None, up_NF: Tensor) -> Tensor:
@@ -63,6 +67,8 @@ class Gated(Activation):
 
     def __init__(self, inner: Inner, inner_backward: InnerBackward) -> None:
         self._inner, self._inner_backward = inner, inner_backward
+        if inner is F.silu:
+            self.swiglu = (1.0, inf, 0.0)
 
     def forward(self, gate_NF: Tensor | None, up_NF: Tensor) -> Tensor:
         """The hidden activation [N F]."""
@@ -87,6 +93,7 @@ class ClampedSwiGLU(Activation):
 
     def __init__(self, *, alpha: float = 1.702, limit: float = 7.0) -> None:
         self._alpha, self._limit = alpha, limit
+        self.swiglu = (alpha, limit, 1.0)
 
     def forward(self, gate_NF: Tensor | None, up_NF: Tensor) -> Tensor:
         """The hidden activation [N F]."""

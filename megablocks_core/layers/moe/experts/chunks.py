@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megablocks_core.layers.moe.experts import passes
 from megablocks_core.layers.moe.experts.function import Gradients, Inputs, Outputs, Wanted
+from megablocks_core.layers.moe.experts.passes import HiddenGradients
+from megablocks_core.layers.moe.experts.passes_into import hidden_backward_into, hidden_into
 from megablocks_core.layers.moe.experts.projections import Projections
 
 _STEP = 64
@@ -76,7 +78,7 @@ class Chunks:
             weights_n = inputs.weights[span.places]
             own_n = weights_n if formula.weigh == "hidden" else None
             own_pi = hidden_pi[: span.end - span.start]
-            passes.hidden_into(formula.activation, gate_ni, up_ni, own_n, own_pi)
+            hidden_into(formula.activation, gate_ni, up_ni, own_n, own_pi)
             torch.mm(own_pi, expert.down.t(), out=y_NH[span.padded])
             _finish(y_NH[span.places], expert.down_bias, own_n)
             if formula.weigh == "output":
@@ -114,16 +116,13 @@ class Chunks:
             dy_pH = _padded(dy_NH, span, own.dy)
             torch.mm(dy_pH, expert.down, out=own.dh)
             weights_n = inputs.weights[span.places]
-            passes.hidden_backward_into(
+            hidden_backward_into(
                 inputs.formula.activation,
                 own.dh,
                 None if outputs.gate is None else outputs.gate[span.places],
                 outputs.up[span.places],
                 None if weigh == "input" else weights_n,
-                own.hidden,
-                own.gate,
-                own.up,
-                dweights_N[span.places],
+                HiddenGradients(own.hidden, own.gate, own.up, dweights_N[span.places]),
             )
             if expert.down_bias is not None:
                 dy_nH = dy_NH[span.places]

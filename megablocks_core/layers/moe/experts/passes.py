@@ -51,41 +51,6 @@ def hidden_backward(
     return HiddenGradients(hidden_Ni, dgate_Ni, dup_Ni, dweights_N)
 
 
-def hidden_into(
-    activation: Activation,
-    gate_ni: Tensor | None,
-    up_ni: Tensor,
-    weights_n: Tensor | None,
-    out_pi: Tensor,
-) -> None:
-    """``hidden`` of the first n rows of ``out`` [p i]; the others become zeros."""
-    count = up_ni.shape[0]
-    out_pi[:count] = hidden(activation, gate_ni, up_ni, weights_n)
-    out_pi[count:].zero_()
-
-
-def hidden_backward_into(
-    activation: Activation,
-    dh_pi: Tensor,
-    gate_ni: Tensor | None,
-    up_ni: Tensor,
-    weights_n: Tensor | None,
-    hidden_pi: Tensor,
-    dgate_pi: Tensor,
-    dup_pi: Tensor,
-    dweights_n: Tensor,
-) -> None:
-    """``hidden_backward`` of the first n rows, into buffers of p, whose others become zeros."""
-    count = up_ni.shape[0]
-    made = hidden_backward(activation, dh_pi[:count], gate_ni, up_ni, weights_n)
-    for out_pi, rows_ni in ((hidden_pi, made.hidden), (dgate_pi, made.gate), (dup_pi, made.up)):
-        if rows_ni is not None:
-            out_pi[:count] = rows_ni
-            out_pi[count:].zero_()
-    if made.weights is not None:
-        dweights_n.copy_(made.weights)
-
-
 def scaled(rows_NF: Tensor, weights_N: Tensor) -> Tensor:
     """Each row times its weight, in the rows' dtype."""
     return (rows_NF * weights_N.unsqueeze(-1)).to(rows_NF.dtype)
