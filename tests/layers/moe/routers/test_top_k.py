@@ -165,6 +165,39 @@ def test_a_recomputed_region_does_not_route_again():
     assert torch.equal(runs[0].indices, runs[1].indices)
 
 
+@pytest.mark.parametrize("kind", ["recomputed", "evaluated in between", "without balance"])
+def test_f066_every_step_counts_each_choice_once(kind):
+    router = TopKRouter(H, num_experts=E, top_k=2, selection_bias=kind != "without balance")
+    before = {name: value.clone() for name, value in router.state_dict().items()}
+    x = torch.randn(8, H, requires_grad=True)
+    for _ in range(3):
+        counts = []
+
+        def block(x, counts=counts):
+            counts.append(router(x).tokens_per_expert)
+            return router(x).weights.square().sum()
+
+        (recompute(block, x) if kind == "recomputed" else block(x)).backward()
+        if kind == "evaluated in between":
+            with torch.no_grad():
+                router.eval()(x)
+            router.train()
+        assert counts[0].sum() == 16
+        assert all(torch.equal(each, counts[0]) for each in counts)
+    assert_close(router.state_dict(), before)  # nothing in the router has counted
+
+
+def test_weights_are_a_softmax_of_the_chosen_however_small_their_scores():
+    logits = torch.tensor([[300.0, 0.0, 1.0, 2.0]], requires_grad=True)
+    choices = torch.tensor([[3, 1]])
+    routing = route_top_k(logits, top_k=2, choices=choices)
+    assert_close(routing.weights, torch.tensor([[2.0, 0.0]]).softmax(-1))
+    replayed = route_top_k(logits, top_k=2, choices=torch.tensor([[3, NOWHERE]]))
+    assert replayed.weights.tolist() == [[1.0, 0.0]]
+    far = torch.tensor([[300.0, 0.0, 1.0, 2.0]])
+    assert route_top_k(far, top_k=3).indices.tolist() == [[0, 3, 2]]
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
