@@ -1,7 +1,8 @@
 """What a Hugging Face checkpoint of each family holds: names, shapes and ties, as data.
 
-A weight has its on-disk name ("{}" stands for a layer's number), its shape in sizes of the
-config, the config entry without which it is absent, and our name where that is another. No
+A weight has its on-disk name ("{}" stands for a layer's number, a second one for an expert's),
+its shape in sizes of the config, the config entry without which it is absent, the layers that
+have it, and our name where that is another. No
 process group and no file is touched here: who holds which slice is said by marks alone.
 """
 
@@ -20,16 +21,18 @@ class Weight:
     """One kind of tensor.
 
     Attributes:
-        name: On-disk name; "{}" for the number of a layer.
+        name: On-disk name; "{}" for the number of a layer, and then for that of an expert.
         shape: Names of sizes, see ``_sizes``.
         when: Config entry that must be true; ``None`` for a weight that is always there.
         ours: Logical name in our models, if another.
+        sparse: Whether it is of layers with experts or of others; ``None``: of all.
     """
 
     name: str
     shape: str
     when: str | None = None
     ours: str | None = None
+    sparse: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,8 @@ class Family:
         shapes: Shapes = {}
         for weight in self.weights:
             if weight.when is None or known.get(weight.when):
-                count = known["num_hidden_layers"] if "{}" in weight.name else 1
-                for layer in range(count):
-                    shape = tuple(sizes[size] for size in weight.shape.split())
-                    shapes[weight.name.format(layer)] = shape
+                shape = tuple(sizes[size] for size in weight.shape.split())
+                shapes |= dict.fromkeys(_names(weight, known), shape)
         if known.get("tie_word_embeddings"):
             for name in self.ties:
                 del shapes[name]
@@ -116,7 +117,35 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
         "head": head,
         "q": heads * head,
         "kv": config.get("num_key_value_heads", heads) * head,
+        "experts": _num_experts(config),
+        "expert": config.get("moe_intermediate_size", config["intermediate_size"]),
     }
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    """Configs have one of two names; transformers 5 takes either for the other."""
+    return config.get("num_local_experts", config.get("num_experts", 0))
+
+
+def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has experts, in a family that has some."""
+    every = config.get("decoder_sparse_step", 1)
+    return (layer + 1) % every == 0 and layer not in config.get("mlp_only_layers", ())
+
+
+def _names(weight: Weight, config: Mapping[str, Any]) -> list[str]:
+    """On-disk names of all tensors of one kind."""
+    if "{}" not in weight.name:
+        return [weight.name]
+    layers = [
+        layer
+        for layer in range(config["num_hidden_layers"])
+        if weight.sparse in (None, _is_sparse(config, layer))
+    ]
+    if weight.name.count("{}") == 1:
+        return [weight.name.format(layer) for layer in layers]
+    experts = range(_num_experts(config))
+    return [weight.name.format(layer, expert) for layer in layers for expert in experts]
 
 
 def _match(pattern: str, name: str) -> tuple[str, ...] | None:
@@ -124,7 +153,7 @@ def _match(pattern: str, name: str) -> tuple[str, ...] | None:
     return None if found is None else found.groups()
 
 
-_TRUNK = (
+_FRAME = (
     Weight("model.embed_tokens.weight", "vocab hidden"),
     Weight("model.layers.{}.input_layernorm.weight", "hidden"),
     Weight("model.layers.{}.self_attn.q_proj.weight", "q hidden"),
@@ -132,12 +161,42 @@ _TRUNK = (
     Weight("model.layers.{}.self_attn.v_proj.weight", "kv hidden"),
     Weight("model.layers.{}.self_attn.o_proj.weight", "hidden q"),
     Weight("model.layers.{}.post_attention_layernorm.weight", "hidden"),
-    Weight("model.layers.{}.mlp.gate_proj.weight", "ffn hidden"),
-    Weight("model.layers.{}.mlp.up_proj.weight", "ffn hidden"),
-    Weight("model.layers.{}.mlp.down_proj.weight", "hidden ffn"),
     Weight("model.norm.weight", "hidden"),
     Weight("lm_head.weight", "vocab hidden"),
 )
+_MLP_SHAPES = {"gate": "ffn hidden", "up": "ffn hidden", "down": "hidden ffn"}
+_EXPERT_SHAPES = {"gate": "expert hidden", "up": "expert hidden", "down": "hidden expert"}
+
+
+def _mlp(sparse: bool | None = None) -> tuple[Weight, ...]:
+    return tuple(
+        Weight(f"model.layers.{{}}.mlp.{name}_proj.weight", shape, sparse=sparse)
+        for name, shape in _MLP_SHAPES.items()
+    )
+
+
+def _experts(block: str, **names: str) -> tuple[Weight, ...]:
+    """A router and experts whose parts have these on-disk names."""
+    ours = "model.layers.{}.mlp"
+    theirs = f"model.layers.{{}}.{block}"
+    pairs = [("gate.weight", "gate.weight", "experts hidden")]
+    pairs += [
+        (f"experts.{{}}.{name}.weight", f"experts.{{}}.{part}_proj.weight", _EXPERT_SHAPES[part])
+        for part, name in names.items()
+    ]
+    return tuple(
+        Weight(
+            f"{theirs}.{name}",
+            shape,
+            ours=f"{ours}.{own}" if (theirs, name) != (ours, own) else None,
+            sparse=True,
+        )
+        for name, own, shape in pairs
+    )
+
+
+_TRUNK = (*_FRAME, *_mlp())
+_PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _QK_NORMS = (
     Weight("model.layers.{}.self_attn.q_norm.weight", "head"),
     Weight("model.layers.{}.self_attn.k_norm.weight", "head"),
@@ -168,5 +227,32 @@ FAMILIES = {
         "Qwen3ForCausalLM",
         (*_TRUNK, *_QK_NORMS, *_attention_biases("attention_bias", *"qkvo")),
         {"num_key_value_heads": 32, "head_dim": 128},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        (*_FRAME, *_experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
+        {"num_key_value_heads": 8, "num_experts": 8},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        (
+            *_FRAME,
+            *_QK_NORMS,
+            *_attention_biases("attention_bias", *"qkvo"),
+            *_mlp(sparse=False),
+            *_experts("mlp", **_PROJECTIONS),
+        ),
+        {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128},
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        (
+            *_FRAME,
+            Weight("model.layers.{}.self_attn.q_norm.weight", "q"),
+            Weight("model.layers.{}.self_attn.k_norm.weight", "kv"),
+            *_attention_biases("attention_bias", *"qkvo"),
+            *_experts("mlp", **_PROJECTIONS),
+        ),
+        {"num_experts": 64},
     ),
 }

@@ -28,6 +28,7 @@ from megablocks_core.groups import (
     logical_tensors,
     together,
 )
+from megablocks_core.groups.stacks import separate_names
 
 # What belongs to a model beside its weights, copied by ``like=``.
 _COMPANIONS = (
@@ -87,7 +88,7 @@ def load_hf(
         for name, tensor, specs in logical_tensors(model):
             if name in plan and id(tensor) not in filled:
                 filled.add(id(tensor))
-                load_slices(tensor, specs, source.tensors[plan[name]])
+                load_slices(tensor, specs, source.whole(plan[name], stacked=bool(specs.each)))
 
 
 def save_hf(
@@ -126,7 +127,7 @@ def save_hf(
         family = _family(config)
         held = [
             Held(family.theirs(name), tensor, specs)
-            for name, tensor, specs in logical_tensors(model, remove_duplicate=True)
+            for name, tensor, specs in logical_tensors(model, remove_duplicate=True, unstack=True)
         ]
     collection = Collection(held, group=group, task=task, raises=RuntimeError)
     wholes = [whole._replace(dtype=_cast_to(whole.dtype, dtype)) for whole in collection.wholes]
@@ -166,8 +167,11 @@ def verify(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{path}: {strange} must have one of the dtypes {', '.join(_FLOATS)}")
 
 
-def _partners(model: nn.Module, source: HfFolder) -> dict[str, str]:
-    """On-disk name for each logical name of ``model``; both sides are covered or it raises."""
+def _partners(model: nn.Module, source: HfFolder) -> dict[str, list[str]]:
+    """On-disk names for each logical name of ``model``: one, or those of a stack, in order.
+
+    Both sides are covered or it raises.
+    """
     family = source.family
     on_disk = {
         family.ours(name) if family else name: name
@@ -176,15 +180,21 @@ def _partners(model: nn.Module, source: HfFolder) -> dict[str, str]:
     }
     ties = family.ties if family and source.config.get("tie_word_embeddings") else {}
     wanted = list(logical_tensors(model))
-    plan: dict[str, str] = {}
-    for name, _, _ in wanted:
-        if name in on_disk:
-            plan[name] = on_disk[name]
-        elif ties.get(name) in on_disk:
-            plan[name] = on_disk[ties[name]]
-    served = {id(tensor): plan[name] for name, tensor, _ in wanted if name in plan}
-    missing = [name for name, tensor, _ in wanted if id(tensor) not in served]
-    unused = sorted(set(on_disk.values()) - set(plan.values()))
+    found = {
+        name: [on_disk.get(part) or on_disk.get(ties.get(part, "")) for part in parts]
+        for name, parts in ((name, _parts(name, tensor, specs)) for name, tensor, specs in wanted)
+    }
+    plan = {name: [disk for disk in held if disk] for name, held in found.items() if all(held)}
+    served = {id(tensor) for name, tensor, _ in wanted if name in plan}
+    missing = [
+        part
+        for name, tensor, specs in wanted
+        if id(tensor) not in served
+        for part, disk in zip(_parts(name, tensor, specs), found[name], strict=True)
+        if not disk
+    ]
+    used = {disk for held in found.values() for disk in held}
+    unused = sorted(set(on_disk.values()) - used)
     faults = []
     if missing:
         faults.append(f"the folder lacks {missing}")
@@ -200,22 +210,31 @@ def _partners(model: nn.Module, source: HfFolder) -> dict[str, str]:
     return plan
 
 
+def _parts(name: str, tensor: Tensor, specs: Specs) -> list[str]:
+    """The logical names under which files hold a tensor: one, or those that it stacks."""
+    if specs.each is None:
+        return [name]
+    return separate_names(name, specs.each, logical_shape(tensor, specs)[0])
+
+
 def _misfits(
-    name: str, tensor: Tensor, specs: Specs, source: HfFolder, disk_name: str
+    name: str, tensor: Tensor, specs: Specs, source: HfFolder, disk_names: list[str]
 ) -> list[str]:
-    want, have = logical_shape(tensor, specs), source.shape(disk_name)
-    code = source.tensors[disk_name].get_dtype()
-    faults = []
-    if want != have:
-        faults.append(f"{name} has shape {want}, on disk {have}")
-    if tensor.is_floating_point() != (code in _FLOATS):
-        faults.append(f"{name} is {tensor.dtype}, which {code} on disk cannot be cast to")
+    want, faults = logical_shape(tensor, specs), []
+    if specs.each is not None:
+        want = want[1:]
+    for part, disk_name in zip(_parts(name, tensor, specs), disk_names, strict=True):
+        have, code = source.shape(disk_name), source.tensors[disk_name].get_dtype()
+        if want != have:
+            faults.append(f"{part} has shape {want}, on disk {have}")
+        if tensor.is_floating_point() != (code in _FLOATS):
+            faults.append(f"{part} is {tensor.dtype}, which {code} on disk cannot be cast to")
     return faults
 
 
 def _untrue_ties(
     wanted: list[tuple[str, Tensor, Specs]],
-    plan: Mapping[str, str],
+    plan: Mapping[str, list[str]],
     ties: Mapping[str, str],
     source: HfFolder,
 ) -> list[str]:
@@ -227,7 +246,8 @@ def _untrue_ties(
             pairs.append((plan[name], plan[first.setdefault(id(tensor), name)]))
     return [
         f"{a} and {b} are tied, but differ on disk"
-        for a, b in pairs
+        for left, right in pairs
+        for a, b in zip(left, right, strict=True)
         if a != b and not torch.equal(source.tensors[a][:], source.tensors[b][:])
     ]
 

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from megablocks_core.export.families import FAMILIES, Family
 from megablocks_core.files import read_json
+from megablocks_core.groups.stacks import Stack
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -44,6 +45,10 @@ class HfFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of a tensor."""
         return tuple(self.tensors[name].get_shape())
+
+    def whole(self, names: list[str], *, stacked: bool) -> Any:
+        """The one tensor as a lazy slice, or all of them, of one shape, as their stack."""
+        return Stack(self.tensors, names) if stacked else self.tensors[names[0]]
 
     def _weight_map(self) -> dict[str, str]:
         if not (self.path / INDEX).exists():

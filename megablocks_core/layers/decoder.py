@@ -16,8 +16,14 @@ from megablocks_core.groups import LOCAL, Mesh, chunk_slice, marks
 from megablocks_core.layers.attention import Attention
 from megablocks_core.layers.attention.causal import document_positions
 from megablocks_core.layers.dropping import ids_of_tokens, own_tokens
+from megablocks_core.layers.feed_forward import (
+    Losses,
+    counted_tokens,
+    feed_forward,
+    routing_losses,
+)
 from megablocks_core.layers.linear import LinearFactory, blank_linear
-from megablocks_core.layers.mlp import GatedMLP
+from megablocks_core.layers.moe import MoE, Routing
 from megablocks_core.layers.norm import RMSNorm, on_part
 from megablocks_core.layers.rotary import RotaryEmbedding
 from megablocks_core.layers.spec import DecoderSpec
@@ -40,11 +46,14 @@ class DecoderOutput(NamedTuple):
 
     Attributes:
         logits: [... T v], or [... T V] if gathered.
-        losses: Name of an auxiliary loss to its (sum, count) in each layer.
+        losses: Name of an auxiliary loss ("load_balance", "z") to its (sum, count) in each layer
+            that has experts, over the tokens of all tensor-parallel ranks.
+        tokens_per_expert: Choices of each layer that has experts [E], of this rank's tokens.
     """
 
     logits: Tensor
-    losses: dict[str, list[tuple[Tensor, Tensor]]]
+    losses: Losses
+    tokens_per_expert: Sequence[Tensor] = ()
 
 
 class HiddenStates(NamedTuple):
@@ -54,16 +63,19 @@ class HiddenStates(NamedTuple):
         hidden: The head's input [... T H], equal on every rank; under sequence parallelism this
             rank's tokens, cut by ``torch.chunk``'s rule.
         losses: As of ``DecoderOutput``.
+        tokens_per_expert: As of ``DecoderOutput``.
     """
 
     hidden: Tensor
-    losses: dict[str, list[tuple[Tensor, Tensor]]]
+    losses: Losses
+    tokens_per_expert: Sequence[Tensor] = ()
 
 
 class DecoderLayer(nn.Module):
     """One block: ``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
 
-    Maps ``x`` [... T H] to ``y`` [... T H]. Forward sends 2 all-reduces and backward 2; under
+    Maps ``x`` [... T H] to ``y`` [... T H], or with a ``MoE`` to ``y`` and its ``Routing``. Forward
+    sends 2 all-reduces and backward 2, or what a ``MoE`` sends in place of one of them; under
     sequence parallelism ``x`` and ``y`` hold this rank's tokens [... t H], forward sends 2
     all-gathers and 2 reduce-scatters, and backward these and 2 gathers of inputs again. All
     norms whose weights a rank uses on a part (of tokens, or of query and key heads) share one
@@ -72,8 +84,8 @@ class DecoderLayer(nn.Module):
     Args:
         hidden_size: H.
         attention: Called as ``Attention`` is.
-        feed_forward: From tensor to tensor; one whose attribute ``dropout`` is a ``Dropout`` is
-            also handed ``dropout_index``.
+        feed_forward: A ``MoE``, or from tensor to tensor; one whose attribute ``dropout`` is a
+            ``Dropout`` is also handed ``dropout_index``.
         norm: Builds a norm from ``hidden_size``.
         hidden_dropout: Dropout of what the two layers add.
         stream: Name of the block, if it drops.
@@ -103,12 +115,18 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(
-        self, x_TH: Tensor, *, dropout_index: Tensor | None = None, **attention_inputs: Any
-    ) -> Tensor:
+        self,
+        x_TH: Tensor,
+        *,
+        dropout_index: Tensor | None = None,
+        mask: Tensor | None = None,
+        **attention_inputs: Any,
+    ) -> Any:
         """Apply the block.
 
         Args:
             x_TH: Input [... T H].
+            mask: For a ``MoE``: true for the tokens that count, as of ``x_TH`` [... T].
             dropout_index: ``DropoutKey.index`` of all T tokens [... T], if the block drops.
             **attention_inputs: Those of the attention.
         """
@@ -123,14 +141,18 @@ class DecoderLayer(nn.Module):
             group=self.self_attn.tp,
         )
         x_TH = x_TH + self.post_attention_dropout(attended_TH, index=own_index)
+        normed_TH = second_norm(x_TH)
+        if isinstance(self.mlp, MoE):
+            mlp_TH, routing = self.mlp(normed_TH, mask=mask)
+            return x_TH + self.post_mlp_dropout(mlp_TH, index=own_index), routing
         drops = isinstance(getattr(self.mlp, "dropout", None), Dropout)
-        mlp_TH = self.mlp(second_norm(x_TH), **(words if drops else {}))
+        mlp_TH = self.mlp(normed_TH, **(words if drops else {}))
         return x_TH + self.post_mlp_dropout(mlp_TH, index=own_index)
 
     def _norms(self) -> list[Callable[[Tensor], Tensor]]:
         attention = self.self_attn
         of_tokens = [self.input_layernorm, self.post_attention_layernorm]
-        of_heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+        of_heads = attention.head_norms
         if attention.sequence_parallel:
             return on_part(*of_tokens, *of_heads, group=attention.tp)
         return [*of_tokens, *on_part(*of_heads, group=attention.tp)]
@@ -153,12 +175,12 @@ class Decoder(nn.Module):
 
     Maps tokens [... T], equal on every tensor-parallel rank, to logits [... T v], cut over
     the vocabulary, as ``vocab_parallel_cross_entropy`` takes them. Parameters have the names
-    and layouts of Hugging Face's Llama, Qwen and Mistral. Forward sends the messages of its
-    blocks and one all-reduce of the embeddings, backward those of its blocks and one
-    all-reduce at the head; under sequence parallelism a reduce-scatter and an all-gather take
-    the place of each, backward gathers the head's input again, and the last norm's weight
-    costs one small all-reduce. A number of tokens that does not divide evenly is padded
-    inside. ``docs/traffic.md`` has the formulas.
+    and layouts of Hugging Face's Llama, Qwen and Mistral, and those of experts are Qwen3-MoE's.
+    Forward sends the messages of its blocks and one all-reduce of the embeddings, backward those
+    of its blocks and one all-reduce at the head; under sequence parallelism a reduce-scatter and
+    an all-gather take the place of each, backward gathers the head's input again, and the last
+    norm's weight costs one small all-reduce. A number of tokens that does not divide evenly is
+    padded inside. ``docs/traffic.md`` has the formulas.
 
     One draw from torch's default generator is the seed of all values; each depends on that,
     its parameter's name and its place in the whole tensor alone. What is dropped in training
@@ -166,8 +188,8 @@ class Decoder(nn.Module):
 
     Args:
         spec: Sizes and features.
-        mesh: Its axis ``tp`` cuts the model; default one process. Tokens over ``dp`` are the
-            caller's business.
+        mesh: Its axis ``tp`` cuts the model, and its ``expert`` axes ``ep`` and ``etp`` the
+            experts; default one process. Tokens over ``dp`` are the caller's business.
         sequence_parallel: Between blocks every rank holds a slice of the tokens.
         recompute: Which modules run again in backward, in place of keeping what they compute:
             names such as "layers.*" or "layers.*.mlp", or a ``RecomputePolicy``. Nothing else
@@ -175,8 +197,9 @@ class Decoder(nn.Module):
         linear: Builds the projections of attention and feed-forward layers; see
             ``layers.linear.parallel_linear`` for what it is called with.
         norm: Builds the norms; called as ``RMSNorm`` is.
-        experts: Builds the feed-forward layers in place of ``GatedMLP``, and is called as it is;
-            its modules mark what they cut.
+        experts: Builds the experts of mixtures in place of ``GroupedExperts``, and is called as
+            it is; where ``spec.moe`` is ``None``, the feed-forward layers in place of
+            ``GatedMLP``, and is called as that. Its modules mark what they cut.
         device: Of the parameters.
         dtype: Of the parameters.
 
@@ -214,12 +237,19 @@ class Decoder(nn.Module):
                 attention=_attention(
                     spec, self.rotary, make_norm, f"{name}.self_attn", projections
                 ),
-                feed_forward=_feed_forward(spec, experts or GatedMLP, f"{name}.mlp", projections),
+                feed_forward=feed_forward(
+                    spec,
+                    number,
+                    mesh=mesh,
+                    experts=experts,
+                    stream=f"{name}.mlp",
+                    projections=projections,
+                ),
                 norm=make_norm,
                 hidden_dropout=spec.hidden_dropout,
                 stream=name,
             )
-            for name in (f"model.layers.{number}" for number in range(spec.num_layers))
+            for number, name in ((n, f"model.layers.{n}") for n in range(spec.num_layers))
         ]
         # Values are drawn once, at the end.
         blank = {**parallel, "group": self.tp, "device": "meta"}
@@ -253,11 +283,11 @@ class Decoder(nn.Module):
         for name, parameter, specs in marks(self):
             if name.rpartition(".")[0] in factors:
                 continue
-            if parameter.dim() >= 2:
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() >= 2:
                 key = key_of(seed, prefix + name)
                 normal_(parameter, key=key, std=self.spec.initializer_range, specs=specs)
-            elif name.endswith("bias"):
-                parameter.zero_()
         for part in self.modules():
             reset = getattr(part, "reset_parameters", None)
             if reset is not None and _is_norm(part):
@@ -266,6 +296,18 @@ class Decoder(nn.Module):
         padding, rows = embedding.padding_idx, embedding.rows
         if padding is not None and rows.start <= padding < rows.stop:
             embedding.weight[padding - rows.start].zero_()
+
+    def _mask(
+        self,
+        tokens_T: Tensor,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_padded: Tensor | None,
+        missing: int,
+    ) -> Tensor | None:
+        """True for tokens that are no pads, where experts would otherwise take these."""
+        if self.spec.moe is None:
+            return None
+        return counted_tokens(tokens_T, cu_seqlens, cu_seqlens_padded, missing)
 
     def _own_tokens(self, num_tokens: int) -> int:
         """How many of the tokens this rank has behind the last norm, without pads."""
@@ -323,18 +365,22 @@ class Decoder(nn.Module):
             places = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
             ids = ids_of_tokens(sample_ids, tokens_T, places)
             index_T = dropout.index(ids, positions).expand_as(tokens_T)
+        missing = -num_tokens % self.tp.size if self.sequence_parallel else 0
+        mask_T = self._mask(tokens_T, cu_seqlens, cu_seqlens_padded, missing)
+        counted = tokens_T.numel() if mask_T is None else mask_T.sum()
         if self.sequence_parallel:
             # Pads come last and belong to no document, so that no token attends to them.
-            missing = (0, -num_tokens % self.tp.size)
-            tokens_T, positions = pad(tokens_T, missing), pad(positions, missing)
-            index_T = None if index_T is None else pad(index_T, missing)
+            tokens_T, positions = pad(tokens_T, (0, missing)), pad(positions, (0, missing))
+            index_T = None if index_T is None else pad(index_T, (0, missing))
+            mask_T = own_tokens(mask_T, sequence_parallel=True, group=self.tp)
 
         x_tH = self.model.embed_tokens(tokens_T)
         own_index = own_tokens(index_T, sequence_parallel=self.sequence_parallel, group=self.tp)
         x_tH = self.embedding_dropout(x_tH, index=own_index)
         tables = self.rotary(positions, dtype=x_tH.dtype)
+        routings: list[Routing] = []
         for layer in self.model.layers:
-            x_tH = layer(
+            output = layer(
                 x_tH,
                 positions=positions,
                 cu_seqlens=cu_seqlens,
@@ -342,17 +388,25 @@ class Decoder(nn.Module):
                 cu_seqlens_padded=cu_seqlens_padded,
                 tables=tables,
                 dropout_index=index_T,
+                mask=mask_T,
             )
+            x_tH = output if isinstance(output, Tensor) else output[0]
+            routings += [] if isinstance(output, Tensor) else [output[1]]
         (last_norm,) = on_part(self.model.norm, group=self.tp if self.sequence_parallel else LOCAL)
         hidden_tH = last_norm(x_tH)
+        losses = routing_losses(
+            routings, num_tokens=counted, group=self.tp if self.sequence_parallel else LOCAL
+        )
+        loads = tuple(routing.tokens_per_expert for routing in routings)
         if not head:
-            return HiddenStates(hidden_tH[..., : self._own_tokens(num_tokens), :], {})
+            own_tH = hidden_tH[..., : self._own_tokens(num_tokens), :]
+            return HiddenStates(own_tH, losses, loads)
         logits_Tv = self.lm_head(hidden_tH)
         if self.sequence_parallel:
             logits_Tv = logits_Tv[..., :num_tokens, :]
         if gather_logits:
             logits_Tv = gather_features(logits_Tv, self.lm_head.spec)
-        return DecoderOutput(logits_Tv, {})
+        return DecoderOutput(logits_Tv, losses, loads)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
         """Move or convert all parameters; ``to_empty`` would otherwise cut the tie."""
@@ -402,21 +456,8 @@ def _attention(
         bias=spec.attention_bias,
         rotary=rotary,
         dropout=Dropout(spec.attention_dropout, stream=stream),
-        norm=norm if spec.qk_norm else None,
-        **projections,
-    )
-
-
-def _feed_forward(
-    spec: DecoderSpec, build: Callable[..., nn.Module], stream: str, projections: dict[str, Any]
-) -> nn.Module:
-    drops = spec.activation_dropout > 0  # What experts= builds need not know of it otherwise.
-    dropout = {"dropout": Dropout(spec.activation_dropout, stream=stream)} if drops else {}
-    return build(
-        spec.hidden_size,
-        spec.ffn_size,
-        activation=spec.activation,
-        bias=spec.mlp_bias,
-        **dropout,
+        norm=norm if spec.qk_norm is True else None,
+        projection_norm_eps=spec.norm_eps if spec.qk_norm == "projection" else None,
+        clip=spec.clip_qkv,
         **projections,
     )

@@ -25,6 +25,17 @@ CASES = [
         ("qwen2", {}),
         ("qwen3", {}),
         ("qwen3", {"attention_bias": True}),
+        ("mixtral", {"num_local_experts": 3}),
+        (
+            "qwen3_moe",
+            {"num_experts": 3, "moe_intermediate_size": 12, "attention_bias": True},
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": 2, "num_hidden_layers": 5, "decoder_sparse_step": 2}
+            | {"mlp_only_layers": [1]},
+        ),
+        ("olmoe", {"num_experts": 3, "head_dim": 4, "attention_bias": True}),
     )
     for tied in (False, True)
 ]
@@ -32,24 +43,23 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "options"), CASES)
 def test_schema_is_what_transformers_writes(tmp_path, family, options):
-    config = transformers.AutoConfig.for_model(family, **SIZES, **options)
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **options})
     model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    written = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert FAMILIES[family].schema(config.to_dict()) == written
+    assert FAMILIES[family].schema(config.to_dict()) == _written(model, tmp_path)
     assert config.model_type == family and model.__class__.__name__ == FAMILIES[family].architecture
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_f_176_absent_entries_mean_what_transformers_takes_them_for(family):
+def test_f_176_absent_entries_mean_what_transformers_takes_them_for(family, tmp_path):
     config = {name: SIZES[name] for name in SIZES if not name.startswith(("num_key", "head_dim"))}
-    for absent in ({}, {"num_key_value_heads": None}) if family != "mistral" else ({},):
+    for absent in ({}, {"num_key_value_heads": None}):
+        if absent and family in ("mistral", "qwen3_moe"):
+            continue  # transformers needs the number there
         given = {**config, "hidden_size": 64, "num_attention_heads": 32, **absent}
         full = transformers.AutoConfig.for_model(family, **given)
         model = transformers.AutoModelForCausalLM.from_config(full)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        assert FAMILIES[family].schema(given) == shapes
+        folder = tmp_path / str(len(absent))
+        assert FAMILIES[family].schema(given) == _written(model, folder)
 
 
 def test_sizes_that_are_missing_are_named():
@@ -76,3 +86,23 @@ def test_renames_are_inverted():
         assert family.theirs(ours) == theirs
     assert family.ignores("model.layers.3.self_attn.rotary_emb.inv_freq")
     assert not family.ignores("model.layers.x.self_attn.rotary_emb.inv_freq")
+
+
+def test_names_of_experts_are_inverted():
+    family = FAMILIES["mixtral"]
+    for theirs, ours in (
+        ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        ("block_sparse_moe.experts.11.w3.weight", "mlp.experts.11.up_proj.weight"),
+    ):
+        assert family.ours(f"model.layers.7.{theirs}") == f"model.layers.7.{ours}"
+        assert family.theirs(f"model.layers.7.{ours}") == f"model.layers.7.{theirs}"
+    for family in ("qwen3_moe", "olmoe"):
+        name = "model.layers.7.mlp.experts.11.up_proj.weight"
+        assert FAMILIES[family].ours(name) == FAMILIES[family].theirs(name) == name
+
+
+def _written(model, folder):
+    """Experts are fused in memory, and apart in files."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

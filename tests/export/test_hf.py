@@ -262,10 +262,10 @@ def test_what_the_config_does_not_describe_is_not_written(tmp_path):
         "model.layers.1.mlp.up_proj.weight has shape (24, 16), described as (28, 16)",
     ):
         assert part in str(caught.value)
-    with pytest.raises(ValueError, match="model_type='mixtral' must be one of llama"):
+    with pytest.raises(ValueError, match="model_type='gpt2' must be one of llama"):
         config = json.loads((tmp_path / "other" / "config.json").read_text())
         (tmp_path / "other" / "config.json").write_text(
-            json.dumps({**config, "model_type": "mixtral"})
+            json.dumps({**config, "model_type": "gpt2"})
         )
         save_hf(_model(), tmp_path / "out", like=tmp_path / "other")
     with pytest.raises(ValueError, match="the model has no spec or config"):
