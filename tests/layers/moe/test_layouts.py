@@ -17,6 +17,7 @@ from megablocks_core.layers.moe import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     Capacity,
+    ExpertChoiceRouter,
     GroupedExperts,
     GroupLimit,
     LocalDispatcher,
@@ -34,6 +35,7 @@ ROUTERS = {
     "sqrtsoftplus": {"score": "sqrtsoftplus", "renormalize": 2.0},
     "groups": {"score": "sigmoid", "groups": GroupLimit(4, 2), "selection_bias": True},
     "all": {"top_k": E},
+    "expert choice": {},
 }
 FORMS = ("loop", "capacity", "grouped", "block_sparse")
 
@@ -84,19 +86,19 @@ def layer(router, form, *, mesh=None, dispatcher="local", sp=False):
         ),
         "all-to-all": lambda: AllToAllDispatcher(**words, tokens="sharded" if sp else "replicated"),
     }
+    common = {"num_experts": E, "group": tp if sp else LOCAL, "dtype": torch.float64}
     options = {"top_k": 2, **ROUTERS[router]}
     if form == "capacity":
         options["capacity"] = Capacity(factor=E)  # of all tokens: none is dropped
-    part = MoE(
-        router=TopKRouter(
-            H, num_experts=E, group=tp if sp else LOCAL, dtype=torch.float64, **options
-        ),
-        dispatcher=dispatchers[dispatcher](),
-        experts=GroupedExperts(E, H, F, ep=ep, etp=etp, form=form, dtype=torch.float64),
-    )
-    if part.gate.e_score_correction_bias is not None:
-        part.gate.e_score_correction_bias.copy_(torch.linspace(-0.2, 0.2, E))
-    return part
+    if router == "expert choice":
+        holders = LOCAL if mesh is None else mesh.group(*(("tp", "dp") if sp else ("dp",)))
+        gate = ExpertChoiceRouter(H, capacity_factor=2, choose_over=holders, **common)
+    else:
+        gate = TopKRouter(H, **common, **options)
+    if getattr(gate, "e_score_correction_bias", None) is not None:
+        gate.e_score_correction_bias.copy_(torch.linspace(-0.2, 0.2, E))
+    experts = GroupedExperts(E, H, F, ep=ep, etp=etp, form=form, dtype=torch.float64)
+    return MoE(router=gate, dispatcher=dispatchers[dispatcher](), experts=experts)
 
 
 class Results(nn.Module):
