@@ -78,7 +78,12 @@ def inputs(router, tokens):
     return x, torch.arange(tokens) % 5 > 0, torch.arange(tokens)
 
 
-@pytest.mark.parametrize("name", NAMES)
+FIRST = ("top_k", "groups", "expert_choice")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FIRST else pytest.mark.slow) for n in NAMES]
+)
 def test_it_compiles_whole_and_at_most_twice_again(name):
     torch._dynamo.reset()
     router = made(name)
