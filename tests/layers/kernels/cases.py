@@ -20,6 +20,14 @@ CLOSE = {
 }
 
 
+def fenced(rows):
+    """The same rows, before and after which lies NaN."""
+    fence = torch.full_like(
+        rows[:1] if len(rows) else rows.new_empty(1, *rows.shape[1:]), torch.nan
+    )
+    return torch.cat([fence, rows, fence])[1:-1]
+
+
 def order(counts, empty, num_rows):
     """Rows of each place, one in five of them missing, and the places of each row [M N]."""
     num_places = sum(counts) + empty

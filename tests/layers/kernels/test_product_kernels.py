@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from megablocks_core.layers.kernels.plain import Plain
 from megablocks_core.layers.kernels.spans import spans_of
-from tests.layers.kernels.cases import CLOSE, COUNTS, order
+from tests.layers.kernels.cases import CLOSE, COUNTS, fenced, order
 from tests.layers.kernels.interpreter import interpreted
 
 DTYPES = list(CLOSE)
@@ -24,9 +24,10 @@ def given(case, dtype, *, num_outputs=21, num_inputs=70, num_rows=50):
     """Tokens, their places, matrices, output gradients, spans."""
     counts, empty = COUNTS[case]
     rows, _ = order(counts, empty, num_rows)
-    x = torch.randn(num_rows, num_inputs, dtype=dtype)
+    x = fenced(torch.randn(num_rows, num_inputs, dtype=dtype))
     weight = torch.randn(len(counts), num_outputs, num_inputs, dtype=dtype) / num_inputs**0.5
-    dy = torch.randn(len(rows), num_outputs, dtype=dtype)
+    weight = fenced(weight)
+    dy = fenced(torch.randn(len(rows), num_outputs, dtype=dtype))
     return x, rows, weight, dy, spans_of(torch.tensor(counts), len(rows))
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from megablocks_core.layers.kernels.plain import Plain
-from tests.layers.kernels.cases import CLOSE
+from tests.layers.kernels.cases import CLOSE, fenced
 from tests.layers.kernels.interpreter import interpreted
 
 # Rows M, places N, slots k, features H: wider than a block, no power of two, none at all.
@@ -32,7 +32,7 @@ def launches():
 @interpreted
 def test_taken_rows(shape, dtype, weighted):
     num_rows, num_places, _, num_features = shape
-    x = torch.randn(num_rows, num_features, dtype=dtype)
+    x = fenced(torch.randn(num_rows, num_features, dtype=dtype))
     rows = torch.randint(-1, num_rows, (num_places,))
     weights = torch.randn(num_places) if weighted else None
     taken, twin = (each.take(x, rows, weights) for each in (launches(), Plain()))
@@ -46,7 +46,7 @@ def test_taken_rows(shape, dtype, weighted):
 @interpreted
 def test_sums_over_slots(shape, dtype, weighted):
     num_tokens, num_places, num_slots, num_features = shape
-    y = torch.randn(num_places, num_features, dtype=dtype)
+    y = fenced(torch.randn(num_places, num_features, dtype=dtype))
     places = torch.randint(-1, num_places, (num_tokens, num_slots))
     weights = torch.randn(num_places) if weighted else None
     total, twin = (each.total(y, places, weights) for each in (launches(), Plain()))
@@ -60,9 +60,9 @@ def test_sums_over_slots(shape, dtype, weighted):
 @interpreted
 def test_products_of_rows(shape, dtype):
     num_rows, num_places, _, num_features = shape
-    x = torch.randn(num_rows, num_features, dtype=dtype)
+    x = fenced(torch.randn(num_rows, num_features, dtype=dtype))
     rows = torch.randint(-1, num_rows, (num_places,))
-    y = torch.randn(num_places, num_features, dtype=dtype)
+    y = fenced(torch.randn(num_places, num_features, dtype=dtype))
     products, twin = (each.row_products(x, rows, y) for each in (launches(), Plain()))
     assert_close(products, twin, rtol=1e-5, atol=1e-4)
     assert products.dtype == torch.float32
