@@ -47,7 +47,8 @@ class DecoderOutput(NamedTuple):
     Attributes:
         logits: [... T v], or [... T V] if gathered.
         losses: Name of an auxiliary loss ("load_balance", "z") to its (sum, count) in each layer
-            that has experts, over the tokens of all tensor-parallel ranks.
+            that has experts, over the tokens of all tensor-parallel ranks. Loads are balanced in
+            each row or document.
         tokens_per_expert: Choices of each layer that has experts [E], of this rank's tokens.
     """
 
@@ -395,7 +396,11 @@ class Decoder(nn.Module):
         (last_norm,) = on_part(self.model.norm, group=self.tp if self.sequence_parallel else LOCAL)
         hidden_tH = last_norm(x_tH)
         losses = routing_losses(
-            routings, num_tokens=counted, group=self.tp if self.sequence_parallel else LOCAL
+            routings,
+            num_tokens=counted,
+            row_length=x_tH.shape[-2],
+            cu_seqlens=cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded,
+            group=self.tp if self.sequence_parallel else LOCAL,
         )
         loads = tuple(routing.tokens_per_expert for routing in routings)
         if not head:

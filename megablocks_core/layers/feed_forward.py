@@ -76,22 +76,38 @@ def feed_forward(
 
 
 def routing_losses(
-    routings: Sequence[Routing], *, num_tokens: Tensor | int, group: Group
+    routings: Sequence[Routing],
+    *,
+    num_tokens: Tensor | int,
+    row_length: int,
+    cu_seqlens: Tensor | None,
+    group: Group,
 ) -> Losses:
     """ "load_balance" and "z" as (sum, count) of each mixture, whose sums are over ``group``.
+
+    Loads are balanced in each row or document, so that no loss depends on micro-batches, packing
+    or the number of ranks.
 
     Args:
         routings: Of this rank's tokens, one a mixture.
         num_tokens: How many tokens of all ranks count.
+        row_length: This rank's tokens of a row, t.
+        cu_seqlens: Where documents are stored in the one row [E+1]; ``None``: a row is one.
         group: Ranks that hold other tokens of the same rows.
     """
     if not routings:
         return {}
     if not isinstance(num_tokens, Tensor):
         num_tokens = routings[0].tokens_per_expert.new_tensor(num_tokens)
+    sequences: dict[str, Any] = {"sequence_length": max(row_length, 1)}
+    if cu_seqlens is not None:
+        own = (cu_seqlens - group.rank * row_length).clamp(0, row_length)
+        sequences = {"cu_seqlens": own}
     sums = [z_loss(routing, reduction="sum") for routing in routings]
     logits = reduce_from(torch.stack(sums), group=group).unbind()
-    balance = [load_balance_loss(each, reduction="sum", group=group) for each in routings]
+    balance = [
+        load_balance_loss(each, reduction="sum", group=group, **sequences) for each in routings
+    ]
     return {
         name: [(total, num_tokens) for total in totals]
         for name, totals in (("load_balance", balance), ("z", logits))

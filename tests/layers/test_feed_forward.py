@@ -82,12 +82,39 @@ def test_activations_that_no_gated_expert_has_raise(activation):
 
 def test_losses_are_sums_and_counts_of_each_layer():
     routings = [_routing(seed) for seed in range(3)]
-    losses = routing_losses(routings, num_tokens=9, group=LOCAL)
+    options = {"num_tokens": 9, "row_length": 9, "cu_seqlens": None, "group": LOCAL}
+    losses = routing_losses(routings, **options)
     for name, loss in (("load_balance", load_balance_loss), ("z", z_loss)):
         for (total, count), routing in zip(losses[name], routings, strict=True):
             assert_close(total / count, loss(routing))
             assert count == 9
-    assert routing_losses([], num_tokens=9, group=LOCAL) == {}
+    assert routing_losses([], **options) == {}
+
+
+@ranks(1, 2, 4)
+def test_losses_depend_on_neither_micro_batches_nor_packing_nor_layout():
+    torch.manual_seed(0)
+    spec = _spec()
+    whole = Decoder(spec, dtype=F64)(TOKENS).losses
+
+    def totals(*losses):
+        return {
+            name: [
+                (sum(total for total, _ in parts), sum(count for _, count in parts))
+                for parts in zip(*(each[name] for each in losses), strict=True)
+            ]
+            for name in whole
+        }
+
+    for options in ({}, {"sequence_parallel": True}):
+        torch.manual_seed(0)
+        mesh = Mesh(tp=dist.get_world_size())
+        decoder = Decoder(spec, mesh=mesh, dtype=F64, **options)
+        assert_close(decoder(TOKENS).losses, whole, atol=1e-10, rtol=0)
+        rows = [decoder(row).losses for row in TOKENS]
+        assert_close(totals(*rows), whole, atol=1e-10, rtol=0)
+        packed = decoder(TOKENS.view(-1), cu_seqlens=torch.tensor([0, 7, 14])).losses
+        assert_close(packed, whole, atol=1e-10, rtol=0)
 
 
 def test_the_decoder_gives_losses_and_loads_of_its_sparse_layers():
