@@ -2,6 +2,7 @@
 
 from megablocks_core.layers.moe.dispatch import AllGatherDispatcher as AllGatherDispatcher
 from megablocks_core.layers.moe.dispatch import AllToAllDispatcher as AllToAllDispatcher
+from megablocks_core.layers.moe.dispatch import DeepEPDispatcher as DeepEPDispatcher
 from megablocks_core.layers.moe.dispatch import Dispatched as Dispatched
 from megablocks_core.layers.moe.dispatch import Dispatcher as Dispatcher
 from megablocks_core.layers.moe.dispatch import LocalDispatcher as LocalDispatcher
