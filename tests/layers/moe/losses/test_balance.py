@@ -1,10 +1,13 @@
 """Balance and z losses have the published values, and those of one process in every layout."""
 
+import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -71,21 +74,6 @@ def test_f076_of_the_micro_batch_or_of_the_global_batch():
     assert_close(torch.stack(each).sum().item() / 4, 1.0)
 
 
-def test_f074_nothing_is_kept_between_steps():
-    layers = [TopKRouter(6, num_experts=4, top_k=2) for _ in range(7)]
-    x = torch.randn(5, 6)
-    before = [set(vars(layer)) for layer in layers]
-    for training in (True, False, True):
-        terms = []
-        for layer in layers:
-            routing = recompute(layer.train(training), x)
-            terms.append(load_balance_loss(routing))
-        assert len(terms) == 7
-        torch.stack(terms).sum().backward()
-    assert [set(vars(layer)) for layer in layers] == before
-    assert all(not list(layer.buffers()) for layer in layers)
-
-
 def test_masked_tokens_count_nowhere():
     torch.manual_seed(0)
     logits, mask = torch.randn(12, 4).double(), torch.arange(12) % 4 > 0
@@ -111,55 +99,93 @@ def test_without_a_token_losses_and_gradients_are_zero():
         assert not logits.grad.any()
 
 
-LAYOUTS = {1: [(1, False)], 2: [(1, False), (2, False), (2, True)], 4: [(2, True), (4, True)]}
+# Sizes of axes, and whether tokens lie over tp too. Routers know of ep by its ranks alone.
+LAYOUTS = {
+    1: [({}, False)],
+    2: [({}, False), ({"tp": 2}, False), ({"tp": 2}, True), ({"cp": 2}, False)],
+    4: [
+        ({"ep": 4}, False),
+        ({"tp": 2}, False),
+        ({"tp": 2}, True),
+        ({"tp": 4}, False),
+        ({"tp": 4}, True),
+        ({"tp": 2, "cp": 2}, True),
+    ],
+}
 
 
+def layouts():
+    """Ranks that hold different tokens, those of them that sum gradients, and their router."""
+    for sizes, cut in LAYOUTS[dist.get_world_size()]:
+        mesh = Mesh(**sizes)
+        copies = mesh.group("dp", "cp")
+        holders = mesh.group("tp", "dp", "cp") if cut else copies
+        yield holders, copies, router(mesh.group("tp") if cut else LOCAL)
+        mesh.close()
+
+
+def tokens(count=24):
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(1)).double()
+
+
+@pytest.mark.parametrize("per_token", [True, False])
 @ranks(1, 2, 4)
-def test_f072_router_gradients_are_those_of_one_process_in_every_layout():
-    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1)).double()
-    twin = router()
+def test_f072_router_gradients_are_those_of_one_process_in_every_layout(per_token):
+    x, twin = tokens(), router()
     whole = twin(x)
     (0.01 * load_balance_loss(whole) + 0.001 * z_loss(whole)).backward()
-    for tp_size, cut in LAYOUTS[dist.get_world_size()]:
-        mesh = Mesh(tp=tp_size)
-        dp, tp = mesh.group("dp"), mesh.group("tp")
-        holders = mesh.group("tp", "dp") if cut else dp
-        for per_token in (True, False):
-            part = router(tp if cut else LOCAL)
-            routing = part(x.tensor_split(holders.size)[holders.rank])
-            size = z_loss(routing, reduction="sum") / len(x)
-            if not per_token:  # a mean over ranks of means over their tokens
-                size = z_loss(routing) / holders.size
-            loss = 0.01 * load_balance_loss(routing, group=holders) + 0.001 * size
-            loss.backward()
-            reduce_gradients(part, group=dp, reduction="sum")
-            assert_close(part.weight.grad, twin.weight.grad, atol=1e-10, rtol=0)
-        mesh.close()
-
-
-@ranks(1, 2, 4)
-def test_balance_over_the_global_batch_is_that_of_one_process():
-    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1)).double()
-    for tp_size, cut in LAYOUTS[dist.get_world_size()]:
-        mesh = Mesh(tp=tp_size)
-        dp, tp = mesh.group("dp"), mesh.group("tp")
-        holders = mesh.group("tp", "dp") if cut else dp
-        twin, part = router(), router(tp if cut else LOCAL)
-        expected = load_balance_loss(twin(x))
-        expected.backward()
-        own = x.tensor_split(holders.size)[holders.rank]
-        whole = sum_of(part(piece) for piece in own.split(2))
-        loss = load_balance_loss(whole, group=holders)
-        loss.backward()
-        reduce_gradients(part, group=dp, reduction="sum")
-        assert_close(loss, expected, atol=1e-12, rtol=0)
+    for holders, copies, part in layouts():
+        routing = part(x.tensor_split(holders.size)[holders.rank])
+        if per_token:
+            balance, size = (
+                loss(routing, reduction="sum", **options) / len(x)
+                for loss, options in ((load_balance_loss, {"group": holders}), (z_loss, {}))
+            )
+        else:  # z: a mean over ranks of means over their tokens
+            balance = load_balance_loss(routing, group=holders)
+            size = z_loss(routing) / holders.size
+        (0.01 * balance + 0.001 * size).backward()
+        reduce_gradients(part, group=copies, reduction="sum")
         assert_close(part.weight.grad, twin.weight.grad, atol=1e-10, rtol=0)
-        mesh.close()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@ranks(1, 2, 4)
+def test_f076_global_balance_is_that_of_one_process_whatever_each_rank_holds(recomputed):
+    x, twin = tokens(), router()
+    expected = load_balance_loss(twin(x))
+    expected.backward()
+    for holders, copies, part in layouts():
+        # The first of several ranks holds nothing, and no two the same number.
+        cuts = [0, 5, 12][: holders.size - 1]
+        pieces = x.tensor_split(cuts)[holders.rank].tensor_split(3)
+        route = partial(recompute, part) if recomputed else part
+        losses = [load_balance_loss(sum_of(route(piece) for piece in pieces), group=holders)]
+        losses[0].backward()
+        check(losses, expected, part, twin, copies)
+        # One backward for each micro-batch, with counts of a first pass.
+        with torch.no_grad():
+            counts = sum_of(part(piece).tokens_per_expert for piece in pieces)
+        counts = holders.all_reduce(counts)
+        losses = []
+        for piece in pieces:
+            loss = load_balance_loss(route(piece), tokens_per_expert=counts, reduction="sum")
+            losses.append(loss / len(x))
+            losses[-1].backward()
+        losses = [holders.all_reduce(torch.stack(losses).sum().detach())]
+        check(losses, expected, part, twin, copies)
+
+
+def check(losses, expected, part, twin, copies):
+    reduce_gradients(part, group=copies, reduction="sum")
+    assert_close(torch.stack(losses).sum(), expected, atol=1e-12, rtol=0)
+    assert_close(part.weight.grad, twin.weight.grad, atol=1e-10, rtol=0)
+    part.zero_grad()
 
 
 @ranks(2, 4)
 def test_f068_sequences_may_be_cut_over_ranks():
-    x = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1)).double()
+    x = tokens().view(3, 8, 6)
     tp = Mesh(tp=dist.get_world_size()).group("tp")
     twin, part = router(), router(tp)
     expected = load_balance_loss(twin(x.flatten(0, 1)), sequence_length=8)
@@ -169,6 +195,27 @@ def test_f068_sequences_may_be_cut_over_ranks():
     loss.backward()
     assert_close(loss, expected, atol=1e-12, rtol=0)
     assert_close(part.weight.grad, twin.weight.grad, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_f068_packed_sequences_have_the_gradients_of_unpacked_ones(micro_batches):
+    x, bounds = tokens(), [0, 7, 9, 24]
+    packed, unpacked, padded = router(), router(), router()
+    expected = load_balance_loss(packed(x), cu_seqlens=torch.tensor(bounds))
+    expected.backward()
+    parts = [x[start:end] for start, end in itertools.pairwise(bounds)]
+    for n in range(0, 3, 3 // micro_batches):
+        some = parts[n : n + 3 // micro_batches]
+        loss = sum_of(load_balance_loss(unpacked(part), reduction="sum") for part in some)
+        (loss / len(x)).backward()
+    # The same sequences beside each other, filled up with padding.
+    filled = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=9.0)
+    mask = torch.tensor([[t < len(part) for t in range(15)] for part in parts])
+    loss = load_balance_loss(padded(filled.flatten(0, 1), mask=mask.flatten()), sequence_length=15)
+    loss.backward()
+    assert_close(loss, expected, atol=1e-12, rtol=0)
+    for other in (unpacked, padded):
+        assert_close(other.weight.grad, packed.weight.grad, atol=1e-12, rtol=0)
 
 
 def sum_of(routings):
@@ -183,14 +230,18 @@ def router(group=LOCAL):
     return TopKRouter(6, num_experts=4, top_k=2, group=group, dtype=torch.float64)
 
 
-def test_f075_stages_return_the_losses_of_their_own_layers():
-    x = torch.randn(8, 6).double()
-    layers = [router() for _ in range(4)]
-    whole = torch.stack([load_balance_loss(layer(x)) for layer in layers])
-    for stages in (1, 2, 4):
-        cut = [layers[n * 4 // stages : (n + 1) * 4 // stages] for n in range(stages)]
-        parts = [sum(load_balance_loss(layer(x)) for layer in stage) for stage in cut]
-        assert_close(torch.stack(parts).sum(), whole.sum(), atol=1e-12, rtol=0)
+def test_losses_read_nothing_on_the_host_and_compile_as_one_graph():
+    def both(logits, mask, **options):
+        routing = route_top_k(logits, top_k=2, mask=mask)
+        return load_balance_loss(routing, **options) + z_loss(routing)
+
+    for options in ({}, {"sequence_length": 4}, {"cu_seqlens": torch.tensor([0, 3, 12])}):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            logits = torch.randn(12, 4, requires_grad=True)
+            both(logits, torch.ones(12, dtype=torch.bool), **options).backward()
+        x, mask = torch.randn(12, 4), torch.arange(12) != 5
+        compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+        assert_close(compiled(x, mask, **options), both(x, mask, **options))
 
 
 def test_what_does_not_go_together_is_refused():
