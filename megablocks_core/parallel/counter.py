@@ -6,6 +6,7 @@ Words of 64 bits are int64 tensors, whose sums and products wrap around.
 """
 
 import hashlib
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -17,7 +18,15 @@ _MIX_2 = 0x94D049BB133111EB - _WORD
 
 
 def key_of(seed: int, name: str) -> int:
-    """The key of what has the logical name ``name`` in the model of ``seed``: 63 bits."""
+    """The key of what has the logical name ``name`` in the model of ``seed``: 63 bits.
+
+    Raises:
+        ValueError: ``seed`` is no whole number, or ``name`` no string.
+    """
+    if not isinstance(seed, Integral) or isinstance(seed, bool):
+        raise ValueError(f"seed={seed!r} must be a whole number")
+    if not isinstance(name, str):
+        raise ValueError(f"name={name!r} must be a string")
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +13,12 @@ from torch import Tensor, nn
 from megablocks_core.groups import LOCAL, Group, check_group, marks
 from megablocks_core.groups.messages import sum_flat
 from megablocks_core.groups.placements import is_dtensor, local
+from megablocks_core.parallel.checks import (
+    check_mapping,
+    check_module,
+    check_number,
+    check_whole,
+)
 from megablocks_core.parallel.published import Field, Published, cut_alike
 
 _AVERAGE, _MASTER = "average", "master"
@@ -73,10 +80,11 @@ class MovingAverage:
     ) -> None:
         check_group(group)
         check_group(expert_group, "expert_group")
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay={decay} must be from 0 to below 1")
-        if not warmup >= 1:
-            raise ValueError(f"warmup={warmup} must be at least 1")
+        check_module(module)
+        check_number("decay", decay, "from 0 to below 1", lambda x: 0 <= x < 1)
+        check_number("warmup", warmup, "at least 1, and finite", lambda x: 1 <= x < math.inf)
+        if masters is not None and not callable(getattr(masters, "logical_state", None)):
+            raise ValueError(f"masters={masters!r} must be an optimizer that has logical_state()")
         self.decay, self.warmup = decay, warmup
         self._module, self._masters = module, masters
         self._groups = {False: group, True: expert_group}
@@ -144,7 +152,13 @@ class MovingAverage:
         return Published(fields, {"updates": self._updates})
 
     def load_logical_values(self, values: Mapping[str, Any]) -> None:
-        """Take over the number of updates; the averages were filled before."""
+        """Take over the number of updates; the averages were filled before.
+
+        Raises:
+            ValueError: It lacks the number.
+        """
+        check_mapping("values", values, ("updates",))
+        check_whole("updates", values["updates"], least=0)
         self._updates = values["updates"]
 
     def _check_not_swapped(self) -> None:

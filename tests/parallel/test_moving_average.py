@@ -234,17 +234,3 @@ def test_what_is_frozen_has_no_average_and_an_error_inside_gives_weights_back():
     model.bias.requires_grad_(True)
     with pytest.raises(ValueError, match=r"\['bias'\] must be trained when"):
         average.update()
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"decay": 1.0}, "decay=1.0 must be from 0 to below 1"),
-        ({"warmup": 0.5}, "warmup=0.5 must be at least 1"),
-        ({"group": None}, "group=None must be a Group"),
-        ({"expert_group": 2}, "expert_group=2 must be a Group"),
-    ],
-)
-def test_wrong_arguments_are_refused(options, rule):
-    with pytest.raises(ValueError, match=rule):
-        MovingAverage(nn.Linear(1, 1), **{"decay": 0.9, **options})

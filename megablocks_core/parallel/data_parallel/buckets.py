@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from megablocks_core.parallel.checks import check_whole
+
 
 class Described(NamedTuple):
     """A parameter as far as its bucket depends on it."""
@@ -66,7 +68,7 @@ def plan_buckets(
         expert_shares: The same of experts.
 
     Raises:
-        ValueError: ``bucket_bytes`` is no integer, or below 1.
+        ValueError: ``bucket_bytes`` is no whole number, or below 1.
     """
     check_bucket_bytes(bucket_bytes)
     filling: dict[tuple[torch.dtype, torch.device, bool], list[Described]] = {}
@@ -88,9 +90,8 @@ def plan_buckets(
 
 
 def check_bucket_bytes(bucket_bytes: int) -> None:
-    """Raise ``ValueError`` unless it is an integer of at least 1."""
-    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes={bucket_bytes!r} must be an integer of at least 1")
+    """Raise ``ValueError`` unless it is a whole number of at least 1."""
+    check_whole("bucket_bytes", bucket_bytes, least=1)
 
 
 def _bucket(parts: list[Described], shares: int) -> Bucket:

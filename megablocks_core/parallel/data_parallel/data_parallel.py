@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megablocks_core.groups import LOCAL, Group, marks
+from megablocks_core.parallel.checks import check_flags
 from megablocks_core.parallel.data_parallel.buckets import check_bucket_bytes
 from megablocks_core.parallel.data_parallel.gradient_buffers import set_gradient_dtype
 from megablocks_core.parallel.data_parallel.options import check_arguments
@@ -72,6 +73,7 @@ class DataParallel(nn.Module):
         super().__init__()
         check_arguments(group, expert_group, LOCAL, reduction, reduce_dtype, wire_dtype)
         check_bucket_bytes(bucket_bytes)
+        check_flags(wide_gradients=wide_gradients)
         refuse_wrapped(module)
         self.module = module
         self.group, self.expert_group, self.reduction = group, expert_group, reduction

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megablocks_core.groups import Group, check_group
+from megablocks_core.parallel.checks import REDUCTIONS, check_choice, check_floating
 
 
 def check_arguments(
@@ -19,10 +20,9 @@ def check_arguments(
     check_group(group)
     check_group(expert_group, "expert_group")
     check_group(replicate, "replicate")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction={reduction!r} must be "mean" or "sum"')
+    check_choice("reduction", reduction, REDUCTIONS)
     for name, dtype in (("reduce_dtype", reduce_dtype), ("wire_dtype", wire_dtype)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"{name}={dtype!r} must be a floating dtype of torch")
+        if dtype is not None:
+            check_floating(name, dtype)
     if wire_dtype is not None and wire_dtype.itemsize != 2:
         raise ValueError(f"wire_dtype={wire_dtype} must be torch.bfloat16 or torch.float16")

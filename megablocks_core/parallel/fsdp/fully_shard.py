@@ -16,8 +16,16 @@ import torch
 from torch import nn
 
 from megablocks_core.groups import LOCAL, Group, check_group, marks, together
+from megablocks_core.parallel.checks import (
+    REDUCTIONS,
+    check_choice,
+    check_flags,
+    check_module,
+    check_words,
+)
 from megablocks_core.parallel.fsdp.parts import (
     Part,
+    check_reshard,
     parameter_at,
     plan_parts,
     plan_reshards,
@@ -88,8 +96,14 @@ def fully_shard(
     groups = {"group": group, "expert_group": expert_group, "replicate": replicate}
     for name, ranks in groups.items():
         check_group(ranks, name)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction={reduction!r} must be "mean" or "sum"')
+    check_module(module)
+    check_choice("reduction", reduction, REDUCTIONS)
+    if units is not None and not isinstance(units, str):
+        check_words("units", units)
+    check_reshard(reshard)
+    if precision is not None and not isinstance(precision, PrecisionPolicy):
+        raise ValueError(f"precision={precision!r} must be a PrecisionPolicy")
+    check_flags(prefetch=prefetch, offload=offload)
     if group.size == 1 and replicate.size > 1:
         raise ValueError(
             f"replicate={replicate} needs a group of more than one rank to cut over; copies alone "
@@ -127,7 +141,11 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     The first backward pass after it reduces the sum, in which 16-bit gradients are added in
     float32. Does nothing to a module that ``fully_shard`` left as it is.
+
+    Raises:
+        ValueError: ``module`` is none.
     """
+    check_module(module)
     set_sync: Any = getattr(module, "set_requires_gradient_sync", lambda _: None)
     set_sync(False)
     try:

@@ -98,11 +98,8 @@ def plan_reshards(units: Sequence[Unit], reshard: bool | Mapping[str, bool]) -> 
         ValueError: ``reshard`` is neither a bool nor patterns with one each, or a pattern matches
             no unit.
     """
+    check_reshard(reshard)
     policies = {"**": reshard} if isinstance(reshard, bool) else reshard
-    if not isinstance(policies, Mapping) or not all(
-        isinstance(free, bool) for free in policies.values()
-    ):
-        raise ValueError(f"reshard={reshard!r} must be a bool, or patterns with a bool each")
     found, idle = [], set(policies)
     for unit in units:
         matched = [one for one in policies if any(map(matcher(one), unit.paths))]
@@ -112,6 +109,16 @@ def plan_reshards(units: Sequence[Unit], reshard: bool | Mapping[str, bool]) -> 
         names = [logical_path(unit) for unit in units]
         raise ValueError(f"reshard={reshard!r}: {sorted(idle)} match none of the units {names}")
     return found
+
+
+def check_reshard(reshard: object) -> None:
+    """Raise ``ValueError`` unless it is a bool, or patterns with one each."""
+    if isinstance(reshard, bool):
+        return
+    if not isinstance(reshard, Mapping) or not all(
+        isinstance(pattern, str) and isinstance(free, bool) for pattern, free in reshard.items()
+    ):
+        raise ValueError(f"reshard={reshard!r} must be a bool, or patterns with a bool each")
 
 
 def refuse(module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megablocks_core.groups.marking import clean_name, without_ddp
 from megablocks_core.groups.patterns import chosen
+from megablocks_core.parallel.checks import check_flags, check_floating, check_words
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,17 @@ class PrecisionPolicy:
     outputs: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Check that every dtype is a floating-point one."""
+        """Check every field.
+
+        Raises:
+            ValueError: One is of another kind.
+        """
         for name in ("params", "reduce", "outputs"):
             dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"{name}={dtype} must be a floating-point dtype")
-        if isinstance(self.keep_float32, str):
-            raise ValueError(f"keep_float32={self.keep_float32!r} must be a tuple of patterns")
+            if dtype is not None or name == "reduce":
+                check_floating(name, dtype)
+        check_words("keep_float32", self.keep_float32)
+        check_flags(cast_inputs=self.cast_inputs)
 
 
 AS_THEY_ARE = PrecisionPolicy(params=None, cast_inputs=False)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, check_group
 from megablocks_core.groups.shares import gradient_parts
+from megablocks_core.parallel.checks import check_number, check_parameters
 from megablocks_core.parallel.gradients.cut_totals import total_over_cuts
 
 # A block of float64 that fits a CPU's cache.
@@ -37,19 +38,20 @@ def clip_grad_norm_(
     Args:
         module_or_parameters: A module, whose marks say how its parameters are cut; or
             parameters, taken as whole unless they are DTensors or have gradient shards.
-        max_norm: The largest norm.
+        max_norm: The largest norm, at least 0; infinite to measure only.
         norm_type: The order, above 0; may be infinite.
         pp: The pipeline stages, each of which holds its own parameters.
 
     Raises:
-        ValueError: ``norm_type`` is not above 0.
+        ValueError: An argument is none of these.
     """
     check_group(pp, "pp")
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type} must be above 0")
+    check_number("max_norm", max_norm, "at least 0", lambda x: x >= 0)
+    check_number("norm_type", norm_type, "above 0", lambda x: x > 0)
+    given = check_parameters(module_or_parameters)
     powers: list[tuple[tuple[Group, ...], Tensor | None]] = []
     gradients, device = [], torch.device("cpu")
-    for part in gradient_parts(module_or_parameters):
+    for part in gradient_parts(given):
         device, power = part.device, None
         if part.held is not None and part.counted is not None and part.held.numel():
             gradients.append(part.held)

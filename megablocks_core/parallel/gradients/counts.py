@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, check_group
 from megablocks_core.groups.shares import gradient_parts
+from megablocks_core.parallel.checks import check_parameters
 from megablocks_core.parallel.gradients.cut_totals import total_over_cuts
 
 
@@ -28,11 +29,14 @@ def count_zeros(
         module_or_parameters: A module, whose marks say how its parameters are cut; or
             parameters, taken as whole unless they are DTensors or have gradient shards.
         pp: The pipeline stages, each of which holds its own parameters.
+
+    Raises:
+        ValueError: An argument is none of these.
     """
     check_group(pp, "pp")
     counts: list[tuple[tuple[Group, ...], Tensor | None]] = []
     device = torch.device("cpu")
-    for part in gradient_parts(module_or_parameters):
+    for part in gradient_parts(check_parameters(module_or_parameters)):
         device, count = part.device, None
         if part.counted is not None:
             count = part.counted.numel() - torch.count_nonzero(part.counted)
@@ -55,11 +59,14 @@ def all_finite(
             parameters, taken as whole unless they are DTensors or have gradient shards.
         group: All ranks that step together. ``LOCAL`` serves where gradients were reduced and
             no rank has parameters of its own, such as those of a pipeline's stage.
+
+    Raises:
+        ValueError: An argument is none of these.
     """
     check_group(group)
     found: list[tuple[tuple[Group, ...], Tensor | None]] = []
     device, inside = torch.device("cpu"), set(group.ranks) if group.size > 1 else set()
-    for part in gradient_parts(module_or_parameters):
+    for part in gradient_parts(check_parameters(module_or_parameters)):
         device, unsound = part.device, None
         if part.held is not None:
             unsound = _unsound(part.held)

@@ -14,6 +14,13 @@ from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, check_group
 from megablocks_core.groups.shares import gradient_parts
+from megablocks_core.parallel.checks import (
+    check_mapping,
+    check_number,
+    check_parameters,
+    check_tensors,
+    check_whole,
+)
 from megablocks_core.parallel.gradients.counts import all_finite
 
 _STATE = ("scale", "good_steps", "tolerated", "skipped")
@@ -68,17 +75,22 @@ class LossScaler:
         group: Group = LOCAL,
     ) -> None:
         check_group(group)
-        if not 0 < minimum <= initial <= maximum < math.inf:
-            raise ValueError(
-                f"initial={initial} must be from minimum={minimum}, above 0, to maximum={maximum}"
-            )
-        if not 1 <= growth_factor < math.inf:
-            raise ValueError(f"growth_factor={growth_factor} must be at least 1")
-        if not 0 < backoff_factor <= 1:
-            raise ValueError(f"backoff_factor={backoff_factor} must be above 0 and at most 1")
-        for name, steps in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
-            if not isinstance(steps, int) or steps < 1:
-                raise ValueError(f"{name}={steps} must be a whole number of at least 1")
+        _check_scale("minimum", minimum)
+        _check_scale("maximum", maximum)
+        check_number(
+            "initial",
+            initial,
+            f"a number from minimum={minimum} to maximum={maximum}",
+            lambda x: minimum <= x <= maximum,
+        )
+        check_number(
+            "growth_factor", growth_factor, "at least 1, and finite", lambda x: 1 <= x < math.inf
+        )
+        check_number(
+            "backoff_factor", backoff_factor, "above 0 and at most 1", lambda x: 0 < x <= 1
+        )
+        check_whole("growth_interval", growth_interval, least=1)
+        check_whole("hysteresis", hysteresis, least=1)
         self._factors = growth_factor, backoff_factor
         self._interval, self._hysteresis = growth_interval, hysteresis
         self._bounds = minimum, maximum
@@ -98,6 +110,7 @@ class LossScaler:
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss that ``backward`` is called on; in float32 at least, as the scale is large."""
+        check_tensors(loss=loss)
         wide = loss.float() if loss.dtype.itemsize < 4 else loss
         return wide * self._scale
 
@@ -108,11 +121,10 @@ class LossScaler:
         Call it once a step, on every rank of ``group``. Of a step that is to be skipped, the
         gradients are left as they are.
         """
-        if not isinstance(module_or_parameters, nn.Module | Tensor):
-            module_or_parameters = list(module_or_parameters)
-        sound = bool(all_finite(module_or_parameters, group=self.group))
+        given = check_parameters(module_or_parameters)
+        sound = bool(all_finite(given, group=self.group))
         if sound:
-            parts = gradient_parts(module_or_parameters)
+            parts = gradient_parts(given)
             held = [part.held for part in parts if part.held is not None and part.held.numel()]
             if held:
                 torch._foreach_div_(held, self._scale)  # pyright: ignore[reportPrivateImportUsage]
@@ -127,10 +139,12 @@ class LossScaler:
         """Go on from ``state``, at any number of ranks.
 
         Raises:
-            ValueError: It lacks an entry; nothing was changed.
+            ValueError: It lacks an entry, or one is out of range; nothing was changed.
         """
-        if missing := [name for name in _STATE if name not in state]:
-            raise ValueError(f"state={dict(state)} must have {missing}")
+        check_mapping("state", state, _STATE)
+        _check_scale("scale", state["scale"])
+        for name in _STATE[1:]:
+            check_whole(name, state[name], least=0)
         self._scale = float(state["scale"])
         self._good_steps, self._tolerated = int(state["good_steps"]), int(state["tolerated"])
         self._skipped = int(state["skipped"])
@@ -148,3 +162,7 @@ class LossScaler:
         self._tolerated = max(self._tolerated - 1, 0)
         if self._tolerated == 0:
             self._scale = max(self._scale * backoff, minimum)
+
+
+def _check_scale(name: str, value: object) -> None:
+    check_number(name, value, "above 0, and finite", lambda x: 0 < x < math.inf)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, check_group, marks
+from megablocks_core.parallel.checks import REDUCTIONS, check_choice, check_module
 from megablocks_core.parallel.wrapping.refusals import check_experts
 
 
@@ -31,13 +32,13 @@ def reduce_gradients(
             an expert's gradient already comes from all ranks' tokens.
 
     Raises:
-        ValueError: ``reduction`` is neither, a gradient is sparse, or copies of an expert lie
+        ValueError: An argument is none of these, a gradient is sparse, or copies of an expert lie
             outside of ``expert_group``.
     """
     check_group(group)
     check_group(expert_group, "expert_group")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction={reduction!r} must be "mean" or "sum"')
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_module(module)
     check_experts(marks(module), group=group, expert_group=expert_group)
     divisor = group.size if reduction == "mean" else 1
     buckets: dict[tuple[bool, torch.dtype, torch.device], list[nn.Parameter]] = {}

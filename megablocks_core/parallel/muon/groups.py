@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from megablocks_core.groups import Specs, logical_shape, marks
+from megablocks_core.parallel.checks import (
+    as_list,
+    check_choice,
+    check_flags,
+    check_groups,
+    check_number,
+)
 from megablocks_core.parallel.muon.matrices import MatrixLayout, matrix_layout
 
 Shape = tuple[int, ...]
@@ -19,6 +27,7 @@ _VECTORS = ("bias", "A_log", "D", "dt_bias")
 _TOKENS = ("wte", "wpe", "lm_head", "head", "output", "classifier", "score")
 
 _MEMBERS = ("params", "param_names")
+_SHARE = "from 0 to below 1"
 
 
 class Member(NamedTuple):
@@ -80,13 +89,16 @@ def muon_groups(
         raise ValueError(f"module={type(module).__name__} must have a parameter that is trained")
     if groups is None:
         groups = [{"params": [member.parameter for member in known.values()]}]
+    groups = check_groups("groups", groups)
     left, made, members = dict(known), [], {}
     for index, group in enumerate(groups):
         own = {key: value for key, value in group.items() if key not in _MEMBERS}
         chosen = own.pop("algorithm", None)
         _check_options(index, own, chosen, options)
         lists: dict[str, list[Member]] = {MUON: [], ADAMW: []}
-        for parameter in group["params"]:
+        for parameter in as_list(group["params"]):
+            if not isinstance(parameter, Tensor):
+                raise ValueError(f"groups[{index}]: params with {parameter!r} must be parameters")
             member = left.pop(id(parameter), None)
             if member is None:
                 raise ValueError(
@@ -131,8 +143,8 @@ def _check_options(
     chosen: str | None,
     options: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    if chosen not in (None, MUON, ADAMW):
-        raise ValueError(f'groups[{index}]: algorithm={chosen!r} must be "{MUON}" or "{ADAMW}"')
+    if chosen is not None:
+        check_choice(f"groups[{index}]: algorithm", chosen, (MUON, ADAMW))
     known = set().union(*options.values()) if chosen is None else set(options[chosen])
     if unknown := sorted(set(own) - known):
         raise ValueError(f"groups[{index}] has {unknown}, which must be of {sorted(known)}")
@@ -145,18 +157,23 @@ def check_numbers(group: Mapping[str, Any]) -> None:
         ValueError: One is.
     """
     for name in ("lr", "weight_decay", "eps"):
-        if name in group and not _number(group[name]) >= 0:
-            raise ValueError(f"{name}={group[name]} must not be negative")
-    momenta = [group["momentum"]] if "momentum" in group else list(group["betas"])
-    for value in momenta:
-        if not 0 <= value < 1:
-            raise ValueError(f"momentum or beta {value} must be from 0 to below 1")
-    if group.get("adjust_lr", "original") not in ADJUSTMENTS:
-        raise ValueError(f"adjust_lr={group['adjust_lr']!r} must be one of {list(ADJUSTMENTS)}")
+        if name in group:
+            value = _number(group[name])
+            check_number(name, value, "at least 0, and finite", lambda x: 0 <= x < math.inf)
+    if "momentum" in group:
+        check_number("momentum", group["momentum"], _SHARE, lambda x: 0 <= x < 1)
+        check_flags(nesterov=group.get("nesterov", True))
+        check_choice("adjust_lr", group.get("adjust_lr", "original"), tuple(ADJUSTMENTS))
+        return
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r} must be two numbers")
+    for value in betas:
+        check_number("one of betas", value, _SHARE, lambda x: 0 <= x < 1)
 
 
-def _number(value: float | Tensor) -> float:
-    return value.item() if isinstance(value, Tensor) else value
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 # How far an orthogonal update of a matrix of rows x columns goes, in units of the rate: as in the

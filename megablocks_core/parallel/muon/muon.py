@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw as adamw_update
 from megablocks_core.groups import LOCAL, Group, check_group, gradient_shard, logical_shape, marks
 from megablocks_core.groups.placements import is_dtensor, local
 from megablocks_core.groups.shares import gradient_part
+from megablocks_core.parallel.checks import check_choice, check_mapping, check_module
 from megablocks_core.parallel.muon.groups import (
     ADAMW,
     ADJUSTMENTS,
@@ -105,8 +106,12 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         check_group(group)
         check_group(expert_group, "expert_group")
-        if mode not in MODES:
-            raise ValueError(f"mode={mode!r} must be one of {list(MODES)}")
+        check_module(module)
+        check_choice("mode", mode, MODES)
+        if not isinstance(newton_schulz, NewtonSchulz):
+            raise ValueError(f"newton_schulz={newton_schulz!r} must be a NewtonSchulz")
+        if adamw is not None:
+            check_mapping("adamw", adamw)
         if unknown := sorted(set(adamw or {}) - set(_ADAMW)):
             raise ValueError(f"adamw has {unknown}, which must be of {sorted(_ADAMW)}")
         muon = {
@@ -172,6 +177,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: There are more or fewer groups than here, or of another algorithm.
         """
+        check_mapping("values", values, ("param_groups",))
         given = values["param_groups"]
         here = [one["algorithm"] for one in self.param_groups]
         if [one["algorithm"] for one in given] != here:
@@ -186,6 +192,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: It has other parameters or fields; nothing was changed.
         """
+        check_mapping("state_dict", state_dict, ("state", "param_groups"))
         here = self.state_dict()
         outline = {
             key: {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -18,6 +18,12 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups import Group
+from megablocks_core.parallel.checks import (
+    check_floating,
+    check_number,
+    check_tensors,
+    check_whole,
+)
 
 # Elements of matrices of one shape that are worked on at a time, or of a message of Gram matrices.
 _BATCH = 1 << 24
@@ -36,7 +42,7 @@ class NewtonSchulz:
 
     Raises:
         ValueError: ``steps`` is no whole number from 1 to 99, there are not three coefficients,
-            or ``dtype`` is none of floating point.
+            ``eps`` is not above 0, or ``dtype`` is none of floating point.
     """
 
     steps: int = 5
@@ -45,12 +51,14 @@ class NewtonSchulz:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or not 1 <= self.steps < 100:
-            raise ValueError(f"steps={self.steps} must be a whole number from 1 to 99")
-        if len(self.coefficients) != 3:
-            raise ValueError(f"coefficients={self.coefficients} must be three numbers")
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(f"dtype={self.dtype} must be a floating-point type")
+        check_whole("steps", self.steps, least=1, most=99)
+        if not isinstance(self.coefficients, tuple | list) or len(self.coefficients) != 3:
+            raise ValueError(f"coefficients={self.coefficients!r} must be three numbers")
+        for value in self.coefficients:
+            check_number("one of coefficients", value, "a finite number", math.isfinite)
+        check_number("eps", self.eps, "above 0, and finite", lambda x: 0 < x < math.inf)
+        if self.dtype is not None:
+            check_floating("dtype", self.dtype)
 
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the products for parameters of ``dtype``."""
@@ -59,7 +67,14 @@ class NewtonSchulz:
         return torch.float32 if self.dtype is None else self.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Orthogonalise matrices [... M N], each alone, in their own dtype."""
+        """Orthogonalise matrices [... M N], each alone, in their own dtype.
+
+        Raises:
+            ValueError: ``x`` is no tensor of floating-point matrices.
+        """
+        check_tensors(x=x)
+        if x.dim() < 2 or not x.is_floating_point():
+            raise ValueError(f"x of {tuple(x.shape)}, {x.dtype}, must be floating-point matrices")
         x_MN = x.reshape(-1, *x.shape[-2:])
         if x.shape[-2] > x.shape[-1]:  # the smaller Gram matrix, with the same result
             x_MN = x_MN.mT

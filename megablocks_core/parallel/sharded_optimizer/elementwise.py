@@ -50,6 +50,16 @@ class Kept(NamedTuple):
     defaults: dict[str, Any]
 
 
+def check_optimizer_class(optimizer_class: object) -> None:
+    """Raise ``ValueError`` unless it is a class of torch's optimizers."""
+    if not isinstance(optimizer_class, type) or not issubclass(
+        optimizer_class, torch.optim.Optimizer
+    ):
+        raise ValueError(
+            f"optimizer_class={optimizer_class!r} must be a torch.optim.Optimizer, the class itself"
+        )
+
+
 class OptimizerMaker:
     """Makes optimizers of one class, and knows what they keep.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import Specs, marks
+from megablocks_core.parallel.checks import as_list, check_groups
 from megablocks_core.parallel.data_parallel.buckets import Described
 
 _SERVED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -47,6 +48,8 @@ def find_members(
             have one twice or one of another module; there is none; or one is not served: a
             DTensor, one on meta, of another dtype, or one that shares memory with another.
     """
+    if groups is not None:
+        groups = check_groups("groups", groups)
     known: dict[int, tuple[str, Specs]] | None = None
     if isinstance(module_or_parameters, nn.Module):
         known = {id(p): (name, specs) for name, p, specs in marks(module_or_parameters)}
@@ -72,9 +75,14 @@ def find_members(
 def _as_groups(parameters: Any) -> list[dict[str, Any]]:
     if isinstance(parameters, Tensor):
         raise ValueError("module_or_parameters must be a module or an iterable, and no tensor")
+    if not isinstance(parameters, Iterable) or isinstance(parameters, str | bytes | Mapping):
+        raise ValueError(
+            f"module_or_parameters={parameters!r} must be a module, or an iterable of parameters, "
+            "of names with parameters or of parameter groups"
+        )
     found = list(parameters)
     if found and isinstance(found[0], Mapping):
-        return [dict(group) for group in found]
+        return [dict(group) for group in check_groups("module_or_parameters", found)]
     return [{"params": found}]
 
 
@@ -99,12 +107,28 @@ def _members(
 
 def _named(group: dict[str, Any], *, first: int) -> tuple[list[Any], list[str]]:
     """A group's parameters and their names."""
-    given: Any = group["params"]
-    found: list[Any] = [given] if isinstance(given, Tensor) else list(given)
-    if found and isinstance(found[0], tuple):
+    found = as_list(group["params"])
+    if found and all(map(_is_pair, found)):
         return [parameter for _, parameter in found], [name for name, _ in found]
+    for part in found:
+        if not isinstance(part, Tensor):
+            raise ValueError(
+                f"params with {part!r} in them must be parameters, or names with parameters"
+            )
     names = group.get("param_names") or [str(first + index) for index in range(len(found))]
-    return found, list(names)
+    names = as_list(names)
+    if len(names) != len(found) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"param_names={names!r} must be {len(found)} words, one for each of params"
+        )
+    return found, names
+
+
+def _is_pair(part: object) -> bool:
+    match part:
+        case (str(), Tensor()):
+            return True
+    return False
 
 
 def check_complete(module: nn.Module, members: Sequence[Member]) -> None:

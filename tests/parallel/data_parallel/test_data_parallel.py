@@ -409,23 +409,6 @@ def test_ranks_that_start_from_other_weights_are_named():
         DataParallel(nn.Linear(2, 2), group=_world())
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"reduction": "average"}, "reduction='average' must be"),
-        ({"group": "dp"}, "group='dp' must be a Group"),
-        ({"expert_group": None}, "expert_group=None must be a Group"),
-        ({"wire_dtype": torch.float64}, "wire_dtype=torch.float64 must be"),
-        ({"bucket_bytes": -1}, "bucket_bytes=-1 must be an integer of at least 1"),
-        ({"bucket_bytes": "1"}, "bucket_bytes='1' must be an integer"),
-        ({"bucket_bytes": 2.5}, "bucket_bytes=2.5 must be an integer"),
-    ],
-)
-def test_wrong_arguments_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        DataParallel(nn.Linear(1, 1), **{"group": LOCAL, **options})
-
-
 # Death
 
 DYING = """

@@ -14,8 +14,8 @@ from megablocks_core.parallel.data_parallel.options import check_arguments
         (1, None, "expert_group=None must be a Group"),
         (2, 2, "replicate=2 must be a Group"),
         (3, "avg", "reduction='avg' must be"),
-        (4, torch.int32, "reduce_dtype=torch.int32 must be a floating dtype"),
-        (5, "bf16", "wire_dtype='bf16' must be a floating dtype"),
+        (4, torch.int32, "reduce_dtype=torch.int32 must be a floating-point dtype"),
+        (5, "bf16", "wire_dtype='bf16' must be a floating-point dtype"),
         (5, torch.float32, "wire_dtype=torch.float32 must be torch.bfloat16 or torch.float16"),
     ],
 )

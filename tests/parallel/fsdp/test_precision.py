@@ -218,10 +218,6 @@ def test_what_is_kept_becomes_float32():
     }
 
 
-def test_wrong_policies_are_refused():
-    with pytest.raises(ValueError, match="reduce=torch.int8 must be a floating-point dtype"):
-        PrecisionPolicy(reduce=torch.int8)
-    with pytest.raises(ValueError, match="keep_float32='router' must be a tuple"):
-        PrecisionPolicy(keep_float32="router")
+def test_patterns_that_match_nothing_are_refused():
     with pytest.raises(ValueError, match=r"no parameter's or buffer's name matches \['gate'\]"):
         widen_kept(Net(), PrecisionPolicy(keep_float32=("decay", "gate")))

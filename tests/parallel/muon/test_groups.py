@@ -88,7 +88,7 @@ def test_numbers_out_of_range_are_refused():
     for group, rule in (
         ({"lr": -0.1, "momentum": 0.9}, "lr=-0.1"),
         ({"lr": 0.1, "eps": -1.0, "betas": (0.9, 0.9)}, "eps=-1.0"),
-        ({"lr": 0.1, "betas": (0.9, 1.0)}, "beta 1.0"),
+        ({"lr": 0.1, "betas": (0.9, 1.0)}, "betas=1.0 must be from 0"),
         ({"lr": 0.1, "momentum": 0.9, "adjust_lr": None}, "adjust_lr=None"),
     ):
         with pytest.raises(ValueError, match=rule):
