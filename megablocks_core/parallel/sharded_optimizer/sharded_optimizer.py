@@ -13,14 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group
-from megablocks_core.parallel.data_parallel.buckets import plan_buckets
+from megablocks_core.parallel.checks import check_flags, check_mapping
+from megablocks_core.parallel.counter import key_of
+from megablocks_core.parallel.data_parallel.buckets import check_bucket_bytes, plan_buckets
 from megablocks_core.parallel.data_parallel.data_parallel import DataParallel
 from megablocks_core.parallel.data_parallel.options import check_arguments
 from megablocks_core.parallel.data_parallel.reducer import BUCKET_BYTES, Reducer
 from megablocks_core.parallel.gradients.clip import clip_grad_norm_
 from megablocks_core.parallel.published import Field, Published
 from megablocks_core.parallel.sharded_optimizer.buckets import OptimizerBucket
-from megablocks_core.parallel.sharded_optimizer.elementwise import OptimizerMaker
+from megablocks_core.parallel.sharded_optimizer.elementwise import (
+    OptimizerMaker,
+    check_optimizer_class,
+)
 from megablocks_core.parallel.sharded_optimizer.flat_parameters import FlatParameters
 from megablocks_core.parallel.sharded_optimizer.gradients import ReducedGradients, WholeGradients
 from megablocks_core.parallel.sharded_optimizer.host_states import HostStates
@@ -125,6 +130,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         check_arguments(group, expert_group, replicate, reduction, reduce_dtype, wire_dtype)
         module = module_or_parameters if isinstance(module_or_parameters, nn.Module) else None
+        check_bucket_bytes(bucket_bytes)
+        check_flags(overlap=overlap, offload=offload)
+        check_optimizer_class(optimizer_class)
         _check_options(module, zero=zero, masters=masters, overlap=overlap)
         self._module, self._overlap, self._sealed = module, overlap, False
         self._members, wanted = find_members(module_or_parameters, groups)
@@ -285,6 +293,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: It is of another layout, or has other fields or parameter groups.
         """
+        check_mapping("state_dict", state_dict, ("state", "param_groups", "ranges", "steps"))
         self._settle()
         saved = [without_members(group) for group in state_dict["param_groups"]]
         check_options(self.param_groups, saved)
@@ -355,10 +364,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _check_options(
     module: nn.Module | None, *, zero: int, masters: bool | StochasticRounding, overlap: bool
 ) -> None:
-    if zero not in (1, 2):
+    if not isinstance(zero, int) or isinstance(zero, bool) or zero not in (1, 2):
         raise ValueError(f"zero={zero!r} must be 1 or 2; fully_shard cuts the weights too")
     if not isinstance(masters, bool | StochasticRounding):
         raise ValueError(f"masters={masters!r} must be True, False or a StochasticRounding")
+    if isinstance(masters, StochasticRounding):
+        key_of(masters.seed, "masters")
     if overlap and module is None:
         raise ValueError("overlap=True must have a module, through which weights are read")
     if module is not None and not isinstance(module, DataParallel):
