@@ -13,10 +13,6 @@ from megablocks_core.layers.moe.experts.places import host_counts
 from megablocks_core.layers.moe.experts.projections import Formula, Projections
 from megablocks_core.layers.moe.experts.whole import Whole
 
-# What ``grouped_mm`` takes: these, with rows of a multiple of so many bytes.
-_GROUPED_MM = (torch.bfloat16, torch.float16, torch.float32)
-_STRIDE = 16
-
 
 def capacity(
     dispatched: Dispatched, projections: Projections, formula: Formula, *, persistent: bool = False
@@ -36,20 +32,14 @@ def grouped(
 ) -> Tensor:
     """Weighted results [N H], by products of as many rows as each expert has.
 
-    With a capacity these are batched. Without, they are torch's ``grouped_mm`` on a GPU and in
-    compiled code; else one an expert, for which counts are read on the host.
+    With a capacity these are batched. Without, they are grouped ones on a GPU and in compiled
+    code, whose counts stay on the device; else one an expert, for which counts are read on the
+    host.
     """
     if dispatched.capacity is not None:
         return capacity(dispatched, projections, formula, persistent=persistent)
-    compiled = torch.compiler.is_compiling()
-    if (compiled or dispatched.x.is_cuda) and _fits_grouped_mm(dispatched.x, projections):
+    if torch.compiler.is_compiling() or dispatched.x.is_cuda:
         ends = dispatched.tokens_per_expert.cumsum(0).to(torch.int32)
         return run(Whole(), dispatched, projections, formula, bounds=ends, persistent=persistent)
     computation = Chunks(host_counts(dispatched))
     return run(computation, dispatched, projections, formula, persistent=persistent)
-
-
-def _fits_grouped_mm(x: Tensor, projections: Projections) -> bool:
-    sizes = projections.up.shape[1:]
-    whole = all(size * x.element_size() % _STRIDE == 0 for size in sizes)
-    return x.dtype in _GROUPED_MM and whole

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megablocks_core.layers.moe.dispatch.assignment import take_rows
 from megablocks_core.layers.moe.experts.function import Gradients, Inputs, Outputs, Wanted
+from megablocks_core.layers.moe.experts.grouped_product import grouped_product
 from megablocks_core.layers.moe.experts.passes import (
     hidden,
     hidden_backward,
@@ -76,7 +76,7 @@ class Batched(Products):
 
 @dataclass(frozen=True)
 class Ragged(Products):
-    """Any number of places for each expert, by torch's ``grouped_mm``.
+    """Any number of places for each expert.
 
     Attributes:
         ends: Where the places of each expert end [e], int32. What lies beyond the last end is
@@ -87,15 +87,15 @@ class Ragged(Products):
 
     def forward(self, x_NI: Tensor, w_eOI: Tensor) -> Tensor:
         """``x W^T`` [N O]."""
-        return F.grouped_mm(x_NI, w_eOI.transpose(1, 2), offs=self.ends)
+        return grouped_product(x_NI, w_eOI.transpose(1, 2), self.ends)
 
     def input_gradient(self, dy_NO: Tensor, w_eOI: Tensor) -> Tensor:
         """``dy W`` [N I]."""
-        return F.grouped_mm(dy_NO, w_eOI, offs=self.ends)
+        return grouped_product(dy_NO, w_eOI, self.ends)
 
     def weight_gradient(self, dy_NO: Tensor, x_NI: Tensor, w_eOI: Tensor) -> Tensor:
         """``dy^T x`` [e O I]."""
-        return F.grouped_mm(dy_NO.t(), x_NI, offs=self.ends)
+        return grouped_product(dy_NO.t(), x_NI, self.ends)
 
     def add_bias_(self, y_NO: Tensor, bias_eO: Tensor) -> None:
         """Add to each place its expert's bias."""
@@ -106,7 +106,7 @@ class Ragged(Products):
     def bias_gradient(self, dy_NO: Tensor, bias_eO: Tensor) -> Tensor:
         """Sums over the places of each expert [e O]."""
         ones = dy_NO.new_ones(dy_NO.shape[0], _ONES)
-        return F.grouped_mm(dy_NO.t(), ones, offs=self.ends)[..., 0]
+        return grouped_product(dy_NO.t(), ones, self.ends)[..., 0]
 
 
 def _stacked(rows_NI: Tensor, stack_e: Tensor) -> Tensor:
