@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --out out/run --tp 2
 
 The text is the Python standard library's source, as bytes, unless --data names files, folders
-or JSON lines. A run goes on from the newest checkpoint in its folder, at any layout: tensor
-parallel, data parallel or both, with the same data, loss curve and weights.
+or JSON lines. A run goes on from the newest checkpoint in its folder, at any layout: tensor, data
+and expert parallel in any mixture, with the same data, loss curve and weights.
 """
 
 import argparse
@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from megablocks_core import ckpt, data, export, parallel
 from megablocks_core.groups import LOCAL, Group, Mesh, together
-from megablocks_core.layers import Decoder, DecoderSpec
+from megablocks_core.layers import Decoder, DecoderOutput, DecoderSpec, MoESpec
 from megablocks_core.train import (
+    ExpertsWork,
     FiniteGuard,
     Metrics,
     Progress,
@@ -39,6 +40,7 @@ from megablocks_core.train import (
     cosine_schedule,
     decoder_work,
     evaluate,
+    expert_load,
     matmul_peak,
     parameter_groups,
     run_record,
@@ -62,12 +64,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tp", type=count, default=1, help="tensor-parallel ranks")
     add("--dp", type=count, default=-1, help="data-parallel ranks; -1: all others")
     add("--zero", type=int, default=0, choices=range(4), help=ZERO)
+    add("--ep", type=count, default=1, help="ranks that share the experts")
+    add("--etp", type=count, default=1, help="ranks that share each expert")
     add("--sequence-parallel", action="store_true", help="cut tokens over the tp ranks too")
     add("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
     add("--hidden-size", type=count, default=192)
     add("--layers", type=count, default=4)
     add("--heads", type=count, default=6)
     add("--kv-heads", type=count, default=2)
+    add("--experts", type=int, default=0, help="in each layer; 0: none, dense layers")
+    add("--top-k", type=count, default=2, help="experts of a token")
+    add("--balance", type=float, default=0.01, help="weight of the loss of uneven loads")
     add("--sequence-length", type=count, default=256)
     add("--batch-size", type=count, default=16, help="sequences in a step, all ranks")
     add("--micro-batch-size", type=count, default=8, help="sequences at once, a rank")
@@ -100,19 +107,33 @@ def amount(text: str) -> float:
 
 
 def model_spec(options: argparse.Namespace) -> DecoderSpec:
-    """A Llama with grouped queries and a tied head; its feed-forward layers are 8/3 as wide."""
+    """A Llama with grouped queries and a tied head, or a Mixtral with as much work a token.
+
+    Feed-forward layers are 8/3 as wide as the rest, or all experts of a token are together.
+    """
     end, length = data.END_OF_DOCUMENT, options.sequence_length
+    parts = options.top_k if options.experts else 1
+    ffn_size = 64 * math.ceil(options.hidden_size * 8 / 3 / 64 / parts)
+    moe = MoESpec(options.experts, options.top_k, ffn_size) if options.experts else None
     return DecoderSpec(
         vocab_size=data.VOCAB_SIZE,
         hidden_size=options.hidden_size,
-        ffn_size=64 * math.ceil(options.hidden_size * 8 / 3 / 64),
+        ffn_size=ffn_size,
         num_layers=options.layers,
         num_heads=options.heads,
         num_kv_heads=options.kv_heads,
         head_dim=options.hidden_size // options.heads,
         tied=True,
+        moe=moe,
+        family="mixtral" if moe else "llama",
         extra={"max_position_embeddings": length, "bos_token_id": end, "eos_token_id": end},
     )
+
+
+def mesh_of(options: argparse.Namespace) -> Mesh:
+    """How the ranks are laid out, for dense parts and for experts."""
+    sizes = {axis: getattr(options, axis) for axis in ("tp", "dp", "ep", "etp")}
+    return Mesh(**sizes, timeout=timedelta(seconds=options.timeout))
 
 
 def model_on(mesh: Mesh, options: argparse.Namespace) -> Decoder:
@@ -152,32 +173,39 @@ def loaders(options: argparse.Namespace, *, group: Group) -> list[Callable[..., 
     ]
 
 
-def loss_of(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Sum of the tokens' losses, and how many there are; a batch is rows of one length."""
+def run_on(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, DecoderOutput]:
+    """Sum of the tokens' losses, how many there are, and the output; rows are of one length."""
     rows = batch["tokens"].view(-1, model.spec.extra["max_position_embeddings"])
+    output = model(rows)
     losses = parallel.vocab_parallel_cross_entropy(
-        model(rows).logits,
+        output.logits,
         batch["labels"].view(rows.shape),
         vocab_size=model.spec.vocab_size,
         reduction="none",
         group=model.tp,
     )
     mask = batch["loss_mask"].view(rows.shape)
-    return (losses * mask).sum(), mask.sum()
+    return (losses * mask).sum(), mask.sum(), output
+
+
+def loss_of(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Sum of the tokens' losses, and how many there are."""
+    return run_on(model, batch)[:2]
 
 
 def shared(
-    model: Decoder, options: argparse.Namespace, *, group: Group
+    model: Decoder, options: argparse.Namespace, *, group: Group, expert_group: Group
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """What runs the model on the ranks of ``group`` as --zero says, and --optimizer for it."""
     called: nn.Module = model
+    ranks: dict[str, Any] = {"group": group, "expert_group": expert_group, "reduction": "sum"}
     is_muon, is_cut = options.optimizer == "muon", options.zero in (1, 2)
     if is_muon and options.zero == 2:
         raise ValueError("--zero 2 must be 0, 1 or 3: --optimizer muon needs whole gradients")
     if options.zero == 3:
-        called = parallel.fully_shard(model, group=group, reduction="sum")
+        called = parallel.fully_shard(model, **ranks)
     elif is_muon or not is_cut:
-        called = parallel.DataParallel(model, group=group, reduction="sum")
+        called = parallel.DataParallel(model, **ranks)
     groups = parameter_groups(model, {"lr": options.learning_rate, "weight_decay": 0.1})
     if is_muon:
         dealt = group if is_cut else LOCAL
@@ -190,8 +218,24 @@ def shared(
     kind, settings = kinds[options.optimizer]
     if not is_cut:
         return called, kind(groups, **settings)
-    settings |= {"group": group, "zero": options.zero, "reduction": "sum"}
+    settings |= {**ranks, "zero": options.zero}
     return called, parallel.ShardedOptimizer(model, kind, groups=groups, **settings)
+
+
+def label_of(mesh: Mesh, options: argparse.Namespace) -> str:
+    """The layout in a few words."""
+    sizes = {"tp": options.tp, "dp": mesh.size("dp"), "zero": options.zero}
+    sizes |= {"ep": options.ep, "etp": options.etp} if options.experts else {}
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def flops_per_token(spec: DecoderSpec) -> float:
+    """Of forward and backward; of experts those that are active."""
+    experts, length = None, spec.extra["max_position_embeddings"]
+    if spec.moe is not None:
+        sizes = (spec.moe.ffn_size, spec.moe.num_experts, spec.moe.top_k)
+        experts = ExpertsWork(spec.hidden_size, *sizes)
+    return training_flops(decoder_work(spec, feed_forward=experts), [length]) / length
 
 
 def scheduled(optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> Scheduled:
@@ -229,37 +273,45 @@ def backward(
     called: nn.Module,
     timer: StepTimer,
     metrics: Metrics,
-) -> Tensor:
-    """Gradients of the mean loss of all ranks' ``num_tokens`` tokens, clipped; their norm."""
+    *,
+    balance: float,
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of the mean loss of all ranks' ``num_tokens`` tokens, clipped.
+
+    Their norm, and how many of this rank's tokens chose each expert, a layer each.
+    """
+    loads = []
     for batch in micro_batches:
         with timer("forward"):
-            loss_sum, num_own = loss_of(called, batch)
+            loss_sum, num_own, output = run_on(called, batch)
+            uneven = sum(total for total, _ in output.losses.get("load_balance", ()))
         with timer("backward"):
-            (loss_sum / num_tokens).backward()  # and summed over the ranks
+            ((loss_sum + balance * uneven) / num_tokens).backward()  # and summed over the ranks
         metrics.add("loss", loss_sum, num_own)
+        loads.append(output.tokens_per_expert)
     with timer("optimizer"):
-        return parallel.clip_grad_norm_(called, 1.0)
+        norm = parallel.clip_grad_norm_(called, 1.0)
+    return norm, [torch.stack(layer).sum(0) for layer in zip(*loads, strict=True)]
 
 
 def train(options: argparse.Namespace) -> Decoder | None:
     """Train from the newest checkpoint, or from the start; the model if the end is reached."""
-    mesh = Mesh(tp=options.tp, dp=options.dp, timeout=timedelta(seconds=options.timeout))
+    mesh = mesh_of(options)
     dp, world = mesh.group("dp"), mesh.group("tp", "dp")
     write_tokens(options, group=world)
     train_batches, valid_batches = loaders(options, group=dp)
     model = model_on(mesh, options)
-    called, optimizer = shared(model, options, group=dp)
+    called, optimizer = shared(model, options, group=dp, expert_group=mesh.expert.group("edp"))
     rates = scheduled(optimizer, options)
-    length = options.sequence_length
     record = run_record(
-        label=f"tp={options.tp}, dp={dp.size}, zero={options.zero}",
+        label=label_of(mesh, options),
         mesh=mesh.describe(),
         spec=model.spec.to_hf(),
         data=xxhash.xxh3_128_hexdigest((options.out / "tokens.bin").read_bytes()),
         tokenizer="bytes",
         optimizer=optimizer,
         schedule=rates,
-        flops_per_token=training_flops(decoder_work(model.spec), [length]) / length,
+        flops_per_token=flops_per_token(model.spec),
         peak_flops=matmul_peak(group=world),
         price_per_hour=options.price_per_hour,
     )
@@ -282,7 +334,9 @@ def train(options: argparse.Namespace) -> Decoder | None:
         for done in range(first + 1, last + 1):
             with timer("data"):
                 micro_batches, num_tokens = next(batches)
-            norm = backward(micro_batches, num_tokens, called, timer, metrics)
+            norm, loads = backward(
+                micro_batches, num_tokens, called, timer, metrics, balance=options.balance
+            )
             watched.step()
             with timer("optimizer"):
                 rate = options.learning_rate * rates.set(batches.consumed)
@@ -298,6 +352,8 @@ def train(options: argparse.Namespace) -> Decoder | None:
                 held_out = valid_batches()
                 with timer("evaluation"):
                     values["validation_loss"] = evaluate(called, held_out, loss=loss_of, group=dp)
+            if loads:  # of all tokens
+                values |= expert_load(loads, group=world if options.sequence_parallel else dp)
             values |= {**timer.reduce(), **watched.read(), "skipped": float(not sound)}
             run.write(done - 1, values)  # first, so that a run from the checkpoint has the line
             progress.update(done - 1, values)

@@ -10,6 +10,8 @@ from megablocks_core.train import read_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOLDEN = Path(__file__).with_name("pretrain_gpt.json")
+GOLDEN_EXPERTS = Path(__file__).with_name("pretrain_gpt_experts.json")
+EXPERTS = ["--experts=4", "--balance=0.1"]
 COLUMNS = ("loss", "grad_norm", "validation_loss")
 SIZES = [
     "--dtype=float64",
@@ -58,9 +60,9 @@ def curve(run):
     }
 
 
-def assert_golden(run, *, tolerance):
+def assert_golden(run, *, tolerance, stored=GOLDEN):
     """The run, whatever it went through, has every step of the stored curve."""
-    golden, found = json.loads(GOLDEN.read_text()), curve(run)
+    golden, found = json.loads(stored.read_text()), curve(run)
     for name in COLUMNS:
         want = {int(step): value for step, value in golden[name].items()}
         assert found[name].keys() == want.keys()
@@ -68,7 +70,7 @@ def assert_golden(run, *, tolerance):
         assert worst <= tolerance, f"{name} differs by {worst}"
 
 
-def write_golden(folder):
+def write_golden(folder, *more, stored=GOLDEN):
     """Store the curve anew: when the example trains something else, and only then."""
-    found = {"torch": torch.__version__.partition("+")[0], **curve(run_here(folder))}
-    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+    found = {"torch": torch.__version__.partition("+")[0], **curve(run_here(folder, *more))}
+    stored.write_text(json.dumps(found, indent=1) + "\n")
