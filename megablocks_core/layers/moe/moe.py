@@ -32,7 +32,8 @@ class MoE(nn.Module):
     waiting.
 
     Args:
-        router: From tokens [T H] to a ``Routing``; called with ``mask``.
+        router: From tokens [T H] to a ``Routing``; called with ``mask``, and with ``index`` and
+            ``choices`` where they are given.
         dispatcher: Brings tokens to experts and back.
         experts: From ``Dispatched`` to weighted results.
         shared: Experts of all tokens, from tensor to tensor.
@@ -85,16 +86,29 @@ class MoE(nn.Module):
         self.group = _group(router, "group")
         self.tp, self.ep, self.etp = (_group(dispatcher, axis) for axis in ("tp", "ep", "etp"))
 
-    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> tuple[Tensor, Routing]:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        index: Tensor | None = None,
+        choices: Tensor | None = None,
+    ) -> tuple[Tensor, Routing]:
         """Apply the layer.
 
         Args:
             x: Tokens [... T H].
             mask: True for tokens that count [... T]; the routed experts give others zero.
+            index: For a router that asks for it, a word for each token [... T]: where jitter is
+                drawn, or a token's id.
+            choices: Experts to take in place of the router's own [... T k], such as those of an
+                earlier routing.
         """
         gate, down, up = self._on_part()
         x_TH = x.reshape(-1, x.shape[-1])
-        routing = self.gate(x_TH, mask=None if mask is None else mask.reshape(-1))
+        words = {} if index is None else {"index": index.flatten()}
+        words |= {} if choices is None else {"choices": choices.flatten(end_dim=-2)}
+        routing = self.gate(x_TH, mask=None if mask is None else mask.flatten(), **words)
         sent = routing
         if self.zero_computation is not None:
             sent = computed(routing, self.zero_computation.num_experts)

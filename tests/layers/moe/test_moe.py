@@ -15,7 +15,7 @@ from megablocks_core.layers.moe.dispatch import LocalDispatcher
 from megablocks_core.layers.moe.dispatch.assignment import take_rows
 from megablocks_core.layers.moe.dispatch.dispatcher import Arrived
 from megablocks_core.layers.moe.experts import GroupedExperts
-from megablocks_core.layers.moe.routers import TopKRouter
+from megablocks_core.layers.moe.routers import HashRouter, Jitter, TopKRouter
 
 F64 = torch.float64
 WIDTH, EXPERTS, TOP_K, FFN = 8, 4, 2, 6
@@ -26,6 +26,25 @@ def test_it_is_each_tokens_weighted_sum():
     y, routing = moe(x)
     assert_close(y, _naive(moe, x, routing))
     assert y.shape == x.shape and routing.indices.shape == (10, TOP_K)
+
+
+def test_words_of_tokens_and_choices_reach_the_router():
+    experts = GroupedExperts(4, 6, 5)
+    by_id = MoE(
+        router=HashRouter(num_experts=4, top_k=2, stream="moe"),
+        dispatcher=LocalDispatcher(),
+        experts=experts,
+    )
+    x, ids = torch.randn(2, 3, 6), torch.arange(6).view(2, 3) % 3
+    routing = by_id(x, index=ids)[1]
+    assert torch.equal(routing.indices[:3], routing.indices[3:])
+    jittered = TopKRouter(6, num_experts=4, top_k=2, jitter=Jitter(0.5, stream="moe"))
+    layer = MoE(router=jittered, dispatcher=LocalDispatcher(), experts=experts)
+    y, first = layer(x, index=ids)
+    again, replayed = layer(x, index=ids, choices=first.indices.view(2, 3, 2))
+    assert torch.equal(again, y) and torch.equal(replayed.indices, first.indices)
+    with pytest.raises(ValueError, match="index=None"):
+        layer(x)
 
 
 def test_shared_experts_are_added_and_gated():
