@@ -129,3 +129,17 @@ def test_capacity_leaves_places_between_experts_empty():
     assert_close(y, twin, **CLOSE[torch.float32])
     assert_close(y[6:], x[[5, 4, 3]] @ weight[2].T)
     assert y[2:6].eq(0).all()
+
+
+@interpreted
+def test_strided_tensors():
+    x, rows, weight, dy, spans = given("empty_places", torch.float32)
+    strided = [each.T.contiguous().T for each in (x, dy)]
+    apart = torch.stack([rows, rows], 1)[:, 0]
+    for method, ours, twin in (
+        ("product", (strided[0], apart, weight, spans), (x, rows, weight, spans)),
+        ("input_gradient", (strided[1], weight, spans), (dy, weight, spans)),
+        ("weight_gradient", (strided[1], strided[0], apart, spans), (dy, x, rows, spans)),
+    ):
+        results = getattr(launches(), method)(*ours), getattr(Plain(), method)(*twin)
+        assert_close(*results, **CLOSE[torch.float32])

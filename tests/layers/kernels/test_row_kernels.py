@@ -84,3 +84,18 @@ def test_what_no_place_names_is_not_read():
     rows = torch.tensor([-1, 1])
     assert launches().take(y, rows, weights).tolist() == [[0.0], [6.0]]
     assert launches().row_products(y, rows, torch.tensor([[torch.nan], [5.0]])).tolist() == [0, 10]
+
+
+@interpreted
+def test_strided_tensors():
+    x, rows, weights = (
+        torch.randn(9, 4).T,
+        torch.tensor([[3, 0], [-1, 0], [2, 0]])[:, 0],
+        torch.rand(1),
+    )
+    weights = weights.expand(4)
+    places = torch.tensor([[3, 0, 1], [-1, 2, 0]]).T
+    assert_close(launches().take(x, rows, weights[:3]), Plain().take(x, rows, weights[:3]))
+    assert_close(launches().total(x, places, weights), Plain().total(x, places, weights))
+    y = torch.randn(1, 9).expand(3, 9)
+    assert_close(launches().row_products(x, rows, y), Plain().row_products(x, rows, y))
