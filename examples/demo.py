@@ -2,9 +2,9 @@
 
     python examples/demo.py
 
-Two ranks train tensor-parallel and are killed with SIGKILL; two data-parallel ranks, each with half
-of the optimizer's state, go on from the last checkpoint; the model is exported to Hugging Face's
-format, compared with transformers where that is installed, and writes a few lines; a report tells
+Two ranks train a mixture of experts, tensor- and expert-parallel, and are killed with SIGKILL; two
+data-parallel ranks, each with all experts and half of the optimizer's state, go on from the last
+checkpoint; the model is exported to Hugging Face's format, compared with transformers where that is installed, and writes a few lines; a report tells
 the rest. Other options are those of pretrain_gpt.py; the results lie in out/demo.
 """
 
@@ -39,6 +39,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--experts", type=int, default=8, help="in each layer; 0: none")
     parser.add_argument("--dp", type=int, default=2, help="ranks that go on")
     parser.add_argument("--zero", type=int, default=1, choices=range(4), help="what they cut")
     options, others = parser.parse_known_args()
@@ -56,11 +57,13 @@ def play(options: argparse.Namespace, others: list[str]) -> None:
     """Train, kill, go on, compare and report; ``others`` are options of pretrain_gpt.py."""
     out, steps, dp, zero = options.out, options.steps, str(options.dp), str(options.zero)
     others = ["--steps", str(steps), "--save-every", str(max(1, steps // 6)), *others]
+    others += ["--experts", str(options.experts)]
+    apart = ["--tp", "2", *(["--ep", "2"] if options.experts else [])]
     kill_at, compared = steps * 2 // 5, min(COMPARED, steps)
     began = time.monotonic()
 
-    title(f"Two ranks, tensor parallel, killed after step {kill_at}")
-    launch(2, out, "--tp", "2", "--stop-after", str(steps), *others, kill_at=kill_at)
+    title(f"Two ranks that share every layer ({' '.join(apart)}), killed after step {kill_at}")
+    launch(2, out, *apart, "--stop-after", str(steps), *others, kill_at=kill_at)
     title(f"Going on from the last checkpoint: data-parallel ranks {dp}, ZeRO stage {zero}")
     launch(options.dp, out, "--dp", dp, "--zero", zero, *others)
     title(f"One process, {compared} steps, to compare with two")
@@ -70,7 +73,7 @@ def play(options: argparse.Namespace, others: list[str]) -> None:
     title("Report")
     pairs = zip(read_run(out).lines, read_run(alone).lines, strict=False)
     distance = max(abs(line.values["loss"] - other.values["loss"]) for line, other in pairs)
-    found = {f"loss, tp=2 and one process, first {compared} steps, float32": distance}
+    found = {f"loss, two ranks and one process, first {compared} steps, float32": distance}
     found |= distance_to_transformers(out / "hf")
     sample = write_on(decoder_from_hf(out / "hf"), "def ", length=300)
     add_to_summary(out, {"layout_distance": found, "sample": sample})

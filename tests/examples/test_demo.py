@@ -53,11 +53,11 @@ def done(tmp_path_factory, run):
 def test_it_tells_what_it_does_and_finds(done):
     folder, printed = done
     for words in (
-        "Two ranks, tensor parallel, killed after step 4",
+        "Two ranks that share every layer (--tp 2 --ep 2), killed after step 4",
         "kill -9",
         "Going on from the last checkpoint: data-parallel ranks 2, ZeRO stage 1",
         "One process, 12 steps",
-        "loss, tp=2 and one process, first 12 steps, float32",
+        "loss, two ranks and one process, first 12 steps, float32",
         "exported logits here and in transformers",
         f"{folder / 'demo' / 'report.html'}, ",
     ):
@@ -70,7 +70,8 @@ def test_the_killed_run_went_on_to_its_end(done):
     killed, resumed = run.starts
     assert killed["ended"] is None and resumed["error"] is None
     assert 2 <= resumed["step"] <= 6
-    assert (killed["label"], resumed["label"]) == ("tp=2, dp=1, zero=0", "tp=1, dp=2, zero=1")
+    labels = ["tp=2, dp=1, zero=0, ep=2, etp=1", "tp=1, dp=2, zero=1, ep=1, etp=1"]
+    assert [killed["label"], resumed["label"]] == labels
     assert run.lines[-1].values["loss"] < run.lines[0].values["loss"]
 
 
