@@ -60,7 +60,10 @@ class Plain:
         if into is None:
             into = x_MI.new_zeros(len(spans.starts), dy_NO.shape[1], x_MI.shape[1])
         for into_OI, places in zip(into, _slices(spans), strict=True):
-            into_OI += dy_NO[places].T @ _some(x_MI, rows_N, places)
+            dy = dy_NO[places]
+            if rows_N is not None:
+                dy = dy.masked_fill((rows_N[places] < 0).unsqueeze(1), 0)
+            into_OI += dy.T @ _some(x_MI, rows_N, places)
         return into
 
 

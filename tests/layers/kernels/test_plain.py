@@ -53,6 +53,14 @@ def test_products_one_at_a_time():
         assert_close(into, weight + dweight)
 
 
+def test_gradients_of_empty_places_are_not_read():
+    rows, torn = torch.tensor([1, -1]), torch.tensor([[2.0], [torch.nan]])
+    x = torch.tensor([[5.0], [3.0]])
+    assert PLAIN.row_products(x, rows, torn).tolist() == [6.0, 0.0]
+    spans = spans_of(torch.tensor([2]), 2)
+    assert PLAIN.weight_gradient(torn, x, rows, spans).tolist() == [[[6.0]]]
+
+
 def test_no_rows_at_all():
     x, rows = torch.zeros(0, 4), torch.tensor([-1, -1])
     assert PLAIN.take(x, rows).tolist() == [[0.0] * 4] * 2
