@@ -4,8 +4,9 @@
 
 Two ranks train a mixture of experts, tensor- and expert-parallel, and are killed with SIGKILL; two
 data-parallel ranks, each with all experts and half of the optimizer's state, go on from the last
-checkpoint; the model is exported to Hugging Face's format, compared with transformers where that is installed, and writes a few lines; a report tells
-the rest. Other options are those of pretrain_gpt.py; the results lie in out/demo.
+checkpoint; the model is exported to Hugging Face's format, compared with transformers where that
+is installed, and writes a few lines; a report tells the rest. Other options are those of
+pretrain_gpt.py; the results lie in out/demo.
 """
 
 import argparse
