@@ -129,7 +129,12 @@ def save_hf(
             Held(family.theirs(name), tensor, specs)
             for name, tensor, specs in logical_tensors(model, remove_duplicate=True, unstack=True)
         ]
-    collection = Collection(held, group=group, task=task, raises=RuntimeError)
+        names = [
+            family.theirs(part)
+            for name, tensor, specs in logical_tensors(model, remove_duplicate=True)
+            for part in _parts(name, tensor, specs)
+        ]
+    collection = Collection(held, group=group, task=task, raises=RuntimeError, order=names)
     wholes = [whole._replace(dtype=_cast_to(whole.dtype, dtype)) for whole in collection.wholes]
     _check_schema({whole.name: whole.shape for whole in wholes}, family.schema(config))
     _name_dtype(config, wholes)

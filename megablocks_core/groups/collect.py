@@ -84,10 +84,12 @@ class Collection:
         group: All ranks that hold shares.
         task: What to call the work in an error, such as "save('runs/step-10')".
         raises: What ranks raise when another one fails.
+        order: Names as they shall come, where ranks hold different tensors; default those of the
+            first rank, then what others hold besides.
 
     Attributes:
         wholes: The tensors, in the order in which ``visit`` brings them: widest dtype first,
-            so that a file of them in this order is aligned.
+            so that a file of them in this order is aligned, and then by ``order``.
 
     Raises:
         ValueError: On every rank: a share is on meta, its cuts name ranks outside ``group``,
@@ -95,7 +97,13 @@ class Collection:
     """
 
     def __init__(
-        self, held: Sequence[Held], *, group: Group, task: str, raises: type[Exception]
+        self,
+        held: Sequence[Held],
+        *,
+        group: Group,
+        task: str,
+        raises: type[Exception],
+        order: Sequence[str] = (),
     ) -> None:
         self._group, self._task, self._raises = group, task, raises
         with self._together():
@@ -104,7 +112,14 @@ class Collection:
             self._held = {part.name: part.tensor for part in held}
             self._boxes = {share.whole.name: share.boxes for share in shares}
         sources = _sources(group.all_gather_object(shares))
-        self._plan = sorted(sources, key=lambda source: -source.whole.dtype.itemsize)
+        places = {name: place for place, name in enumerate(order)}
+        self._plan = sorted(
+            sources,
+            key=lambda source: (
+                -source.whole.dtype.itemsize,
+                places.get(source.whole.name, len(places)),
+            ),
+        )
         self.wholes = [source.whole for source in self._plan]
 
     def visit(self, consume: Callable[[str, Tensor], None]) -> None:

@@ -1,5 +1,7 @@
 """Which layers of a decoder have experts, who builds them, and the losses of their routings."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,13 +26,13 @@ def _spec(**moe):
 
 def test_sparse_layers_are_those_that_the_spec_says():
     decoder = Decoder(_spec(sparse_step=2, dense_layers=(3,)), device="meta")
-    kinds = [type(layer.mlp) for layer in decoder.model.layers]
+    kinds = [type(_mlp(decoder, layer)) for layer in range(4)]
     assert kinds == [GatedMLP, MoE, GatedMLP, GatedMLP]
 
 
 def test_shared_experts_and_their_gate_are_built():
     decoder = Decoder(_spec(shared_ffn_size=12, shared_gate=True), dtype=F64)
-    moe = decoder.model.layers[0].mlp
+    moe = _mlp(decoder, 0)
     assert moe.shared_experts.up_proj.weight.shape == (12, 32)
     assert moe.shared_expert_gate.weight.shape == (1, 32)
     decoder(TOKENS).logits.sum().backward()
@@ -42,9 +44,9 @@ def test_injected_experts_take_the_place_of_grouped_ones():
         pass
 
     decoder = Decoder(_spec(dense_layers=(1,)), experts=Own)
-    kinds = [type(getattr(layer.mlp, "experts", None)) for layer in decoder.model.layers]
+    kinds = [type(getattr(_mlp(decoder, layer), "experts", None)) for layer in range(4)]
     assert kinds == [Own, type(None), Own, Own]
-    assert type(decoder.model.layers[1].mlp) is GatedMLP
+    assert type(_mlp(decoder, 1)) is GatedMLP
 
 
 def test_values_depend_on_seed_and_name_alone():
@@ -54,7 +56,7 @@ def test_values_depend_on_seed_and_name_alone():
     for decoder in (built, from_meta):
         reset_parameters(decoder, seed=3)
     assert_close(from_meta.state_dict(), built.state_dict(), rtol=0, atol=0)
-    experts = built.model.layers[0].mlp.experts
+    experts = _mlp(built, 0).experts
     assert experts.up_proj.std().item() == pytest.approx(0.02, rel=0.05)
 
 
@@ -65,11 +67,11 @@ def test_one_seed_is_one_model_at_any_layout():
         whole = Decoder(_spec())
         torch.manual_seed(0)
         cut = Decoder(_spec(), mesh=Mesh(**sizes))
-        experts = cut.model.layers[0].mlp.experts
-        rows = whole.model.layers[0].mlp.experts.up_proj[experts.experts, experts.features]
+        experts = _mlp(cut, 0).experts
+        rows = _mlp(whole, 0).experts.up_proj[experts.experts, experts.features]
         assert torch.equal(experts.up_proj, rows)
-        gate = cut.model.layers[0].mlp.gate
-        assert torch.equal(gate.weight, whole.model.layers[0].mlp.gate.weight)
+        gate = _mlp(cut, 0).gate
+        assert torch.equal(gate.weight, _mlp(whole, 0).gate.weight)
     assert dist.get_world_size() == 4
 
 
@@ -166,4 +168,8 @@ def test_a_dense_model_builds_its_feed_forward_layers_with_experts():
             return 2 * self.inner(x)
 
     decoder = Decoder(DecoderSpec(97, 32, 48, 1, 4, 2, 8), experts=Double)
-    assert type(decoder.model.layers[0].mlp) is Double
+    assert type(_mlp(decoder, 0)) is Double
+
+
+def _mlp(decoder, layer) -> Any:
+    return decoder.get_submodule(f"model.layers.{layer}.mlp")

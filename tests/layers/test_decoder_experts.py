@@ -1,0 +1,248 @@
+"""Models with experts equal transformers' at any layout, through Hugging Face folders."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from megablocks_core.export import load_hf, save_hf, verify
+from megablocks_core.groups import Mesh, gather_whole, marks, own_slices
+from megablocks_core.groups.stacks import separate_names
+from megablocks_core.layers import Decoder, DecoderSpec
+from megablocks_core.parallel import reduce_gradients
+from megablocks_core.testing import ranks
+
+F64 = torch.float64
+TOKENS = torch.arange(28).view(4, 7) * 7 % 97
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "head_dim": 8},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "head_dim": 16,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.5},
+}
+# Each with the ranks over which a layer's tokens are split, beside dp.
+LAYOUTS = {
+    2: [{"ep": 2}, {"tp": 2}],
+    4: [{"ep": 4}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 2}],
+}
+
+
+@cache
+def _expected(family, folder):
+    """transformers' logits and gradients by on-disk name, in float64."""
+    model = _theirs(family).to(F64)
+    weights = _weights()
+    output = model(TOKENS)
+    (output.logits * weights).sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients |= _apart(family, name, parameter.grad)
+    return output.logits.detach(), gradients
+
+
+def _theirs(family):
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    for parameter in model.parameters():  # Far from the initial values, where all is linear.
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def _weights():
+    return torch.randn(4, 7, 97, dtype=F64, generator=torch.Generator().manual_seed(4))
+
+
+def _apart(family, name, gradient):
+    """Fused gradients of experts under the names that our own have."""
+    block, _, leaf = name.rpartition(".")
+    if leaf == "gate_up_proj":
+        gate, up = gradient.chunk(2, 1)
+        pairs = (("gate_proj", gate), ("up_proj", up))
+    elif block.endswith("experts"):
+        pairs = ((leaf, gradient),)
+    else:
+        return {name: gradient}
+    return {
+        f"{block}.{number}.{part}.weight": each
+        for part, stack in pairs
+        for number, each in enumerate(stack)
+    }
+
+
+def _folder(tmp_path, family):
+    folder = tmp_path / family
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _theirs(family).save_pretrained(folder)
+    if dist.is_initialized():
+        dist.barrier()
+    return folder
+
+
+def _compare(folder, family, sizes, *, sequence_parallel=False):
+    mesh = Mesh(**sizes)
+    world = Mesh().group("dp")
+    dp = mesh.group("dp")
+    spec = DecoderSpec.from_hf(folder)
+    decoder = Decoder(
+        spec, mesh=mesh, sequence_parallel=sequence_parallel, dtype=F64, device="meta"
+    )
+    load_hf(decoder, folder, group=world)
+    rows = slice(4 * dp.rank // dp.size, 4 * (dp.rank + 1) // dp.size)
+    output = decoder(TOKENS[rows], gather_logits=True)
+    (output.logits * _weights()[rows]).sum().backward()
+    reduce_gradients(decoder, group=dp, expert_group=mesh.expert.group("edp"), reduction="sum")
+    logits, gradients = _expected(family, folder)
+    _assert_close("logits", output.logits, logits[rows])
+    found = {}
+    for name, parameter, specs in marks(decoder):
+        names = [name]
+        if specs.each:
+            names = separate_names(name, specs.each, spec.moe.num_experts)
+        whole = torch.stack([gradients[part] for part in names]) if specs.each else gradients[name]
+        found |= dict.fromkeys(names)
+        for theirs, ours in own_slices(specs, tuple(whole.shape)):
+            _assert_close(name, parameter.grad[ours], whole[theirs])
+    assert found.keys() == gradients.keys()
+    return decoder
+
+
+def _assert_close(name, ours, theirs):
+    """Transformers rounds to float32 inside norms, rotary tables and routers."""
+    error = (ours - theirs).norm() / theirs.norm()
+    assert error < 2e-6, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_those_of_transformers(tmp_path, family):
+    decoder = _compare(_folder(tmp_path, family), family, {})
+    names = set(decoder.state_dict())
+    assert "model.layers.1.mlp.gate.weight" in names
+    assert "model.layers.1.mlp.experts.up_proj" in names
+
+
+@ranks(2, 4, timeout=300)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_those_of_transformers_at_any_layout(tmp_path, family):
+    folder = _folder(tmp_path, family)
+    for sizes in LAYOUTS[dist.get_world_size()]:
+        _compare(folder, family, sizes)
+        if "tp" in sizes:
+            _compare(folder, family, sizes, sequence_parallel=True)
+
+
+@ranks(4, timeout=300)
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "olmoe"))],
+)
+def test_every_layout_writes_the_same_bytes_and_reads_the_others(tmp_path, family):
+    world = Mesh().group("dp")
+    folder = _folder(tmp_path, family)
+    layouts = [{}, {"ep": 2}, {"ep": 4}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 2}]
+    source, written = folder, []
+    for number, sizes in enumerate(layouts):
+        decoder = Decoder(DecoderSpec.from_hf(source), mesh=Mesh(**sizes))
+        load_hf(decoder, source, group=world)
+        source = tmp_path / f"{number}"
+        save_hf(decoder, source, group=world, max_file_bytes=40000)
+        if world.rank == 0:
+            verify(source)
+            written.append({path.name: path.read_bytes() for path in source.iterdir()})
+            assert len(written[0]) > 3 and written[-1] == written[0]
+    if world.rank == 0:
+        again = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+        for name, tensor in _theirs(family).state_dict().items():
+            assert torch.equal(again[name], tensor), name
+    whole = gather_whole(decoder)
+    assert whole["model.layers.1.mlp.experts.3.down_proj.weight"].shape[0] == 32
+
+
+def test_experts_that_are_missing_or_misshapen_are_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = _folder(tmp_path, "mixtral")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    block = "model.layers.1.block_sparse_moe.experts"
+    lacking = {**tensors, f"{block}.4.w1.weight": torch.ones(2)}
+    del lacking[f"{block}.2.w3.weight"]
+    lacking[f"{block}.3.w2.weight"] = torch.ones(32, 39)
+    save_file(lacking, path)
+    decoder = Decoder(DecoderSpec.from_hf(folder))
+    before = {name: value.clone() for name, value in decoder.state_dict().items()}
+    with pytest.raises(ValueError) as caught:
+        load_hf(decoder, folder)
+    for part in (
+        "the folder lacks ['model.layers.1.mlp.experts.2.up_proj.weight']",
+        f"the model lacks ['{block}.4.w1.weight']",
+        "model.layers.1.mlp.experts.3.down_proj.weight has shape (32, 40), on disk (32, 39)",
+    ):
+        assert part in str(caught.value)
+    for name, value in decoder.state_dict().items():
+        assert torch.equal(value, before[name])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_local_experts": 5}))
+    with pytest.raises(ValueError, match=r"missing \['model.layers.0.block_sparse_moe.experts.4"):
+        verify(folder)
+
+
+def test_one_expert_is_a_stack_of_one(tmp_path):
+    options = {**FAMILIES["mixtral"], "num_local_experts": 1, "num_experts_per_tok": 1}
+    config = transformers.AutoConfig.for_model("mixtral", **SIZES, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "in")
+    decoder = Decoder(DecoderSpec.from_hf(tmp_path / "in"))
+    load_hf(decoder, tmp_path / "in")
+    torch.testing.assert_close(decoder(TOKENS).logits, model(TOKENS).logits)
+
+
+@ranks(2)
+def test_tokens_that_do_not_divide_over_ranks_are_padded_and_not_counted(tmp_path):
+    """Seven tokens on two ranks: the eighth goes to no expert, and counts in no loss."""
+    torch.manual_seed(0)
+    spec = DecoderSpec.from_hf(_theirs("olmoe").config)
+    torch.manual_seed(0)
+    whole = Decoder(spec, dtype=F64)
+    torch.manual_seed(0)
+    mesh = Mesh(tp=2, ep=2)
+    cut = Decoder(spec, mesh=mesh, sequence_parallel=True, dtype=F64)
+    ours, theirs = cut(TOKENS), whole(TOKENS)
+    for name, losses in theirs.losses.items():
+        for (a, count), (b, expected) in zip(ours.losses[name], losses, strict=True):
+            torch.testing.assert_close(a, b)
+            assert count == expected == 28
+    load = torch.stack(list(ours.tokens_per_expert))
+    assert torch.equal(
+        mesh.group("tp").all_reduce(load), torch.stack(list(theirs.tokens_per_expert))
+    )
+    for output in (ours, theirs):
+        losses = [total / count for each in output.losses.values() for total, count in each]
+        torch.stack(losses).sum().backward()
+    for name, parameter, specs in marks(cut):
+        expected = whole.get_parameter(name).grad
+        if expected is not None:
+            for theirs_, mine in own_slices(specs, tuple(expected.shape)):
+                torch.testing.assert_close(parameter.grad[mine], expected[theirs_], msg=name)
+    assert F.softmax(ours.logits, -1).isfinite().all()
