@@ -15,6 +15,7 @@ from megablocks_core.groups.exchange import Exchange, start_exchange
 from megablocks_core.layers.moe.dispatch.assignment import (
     Order,
     copy_slots,
+    cut,
     joined,
     sum_slots,
     take_rows,
@@ -49,7 +50,7 @@ class AllToAllDispatcher(ExpertParallelDispatcher):
             return super().finish_combine(pieces)
         y_nH = joined([piece.wait() for piece in pieces])
         order, sizes = pieces[0].order, pieces[0].sizes
-        order = order._replace(rows=order.rows[: len(y_nH)])
+        order = order._replace(rows=order.rows.narrow(0, 0, y_nH.shape[0]))
         return self._whole(sum_slots(y_nH, order), sizes)
 
     def _start(self, own: Own, chunks: int) -> Sequence[Pending]:
@@ -59,7 +60,7 @@ class AllToAllDispatcher(ExpertParallelDispatcher):
         splits = self._splits(counts, own.capacity, chunks)
         sizes = [sum(split.send) for split in splits]
         x_nH = copy_slots(own.x, order, taken=taken_NH, sizes=sizes)
-        w_n = order.take(own.weights)[: sum(sizes)].split(sizes)
+        w_n = cut(order.take(own.weights), sizes)
         return [
             _Sent(
                 start_exchange(x, w, send=split.send, receive=split.receive, group=self.ep),

@@ -7,10 +7,12 @@ features.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -68,7 +70,10 @@ def by_expert(indices_Tk: Tensor, num_experts: int, *, capacity: int | None = No
 
 def take_rows(x_MH: Tensor, rows_N: Tensor) -> Tensor:
     """Rows of ``x``, zero where the index is negative [N H]. No gradient flows."""
-    if x_MH.shape[0] == 0:
+    if torch.compiler.is_compiling():
+        if not statically_known_true(x_MH.shape[0] > 0):  # a number that comes with the data
+            x_MH = torch.cat([x_MH, x_MH.new_zeros(1, *x_MH.shape[1:])])
+    elif x_MH.shape[0] == 0:
         return x_MH.new_zeros(rows_N.shape[0], *x_MH.shape[1:])
     taken = x_MH.index_select(0, rows_N.clamp(min=0))
     # By their bits: zero times what lies there might be NaN, and a masked fill takes far longer.
@@ -110,6 +115,13 @@ def copy_slots(
 def joined(pieces: Sequence[Tensor]) -> Tensor:
     """Pieces one after another; one alone is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+def cut(x_N: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Consecutive pieces of these sizes, from the first row; what follows them is left out."""
+    # By narrow, which compiles for sizes that come with the data.
+    starts = accumulate(sizes, initial=0)
+    return [x_N.narrow(0, start, size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def count_experts(indices_Tk: Tensor, num_experts: int) -> Tensor:
@@ -160,7 +172,7 @@ class _CopySlots(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(places_Tk)
         sizes = (taken.shape[0],) if sizes is None else sizes
-        return tuple(taken[: sum(sizes)].split(list(sizes)))
+        return tuple(cut(taken, sizes))
 
     @staticmethod
     def backward(ctx: Any, *pieces: Tensor) -> tuple[Any, ...]:
