@@ -35,9 +35,8 @@ class _Unsteady(TopKRouter):
     def logits(self, x_TH, *, index=None):
         logits = super().logits(x_TH, index=index)
         self.calls += 1
-        way = torch.inf if self.calls % 2 else -torch.inf
         columns = torch.arange(EXPERTS) % 2 == self.calls % 2
-        other = torch.nextafter(logits.detach(), torch.full_like(logits, way))
+        other = torch.nextafter(logits.detach(), torch.full_like(logits, torch.inf))
         return logits + torch.where(columns, other - logits.detach(), 0)
 
 
@@ -48,7 +47,7 @@ def _layer(dispatcher, *, router=TopKRouter, jitter=False, ties=False, chunks=1)
     options = {"jitter": Jitter(0.3, stream="gate")} if jitter else {}
     gate = router(WIDTH, num_experts=EXPERTS, top_k=2, dtype=F64, **options)
     if ties:
-        torch.nn.init.zeros_(gate.weight)
+        torch.nn.init.constant_(gate.weight, 3.0)
     own = {"num_experts": EXPERTS, "ep": ep}
     return MoE(
         router=gate,
@@ -56,6 +55,13 @@ def _layer(dispatcher, *, router=TopKRouter, jitter=False, ties=False, chunks=1)
         experts=GroupedExperts(EXPERTS, WIDTH, 6, ep=ep, dtype=F64),
         chunks=chunks,
     )
+
+
+def test_a_unit_in_the_last_place_turns_choices():
+    """What the tests below rest on: without memory the second run would choose others."""
+    router = _layer(AllToAllDispatcher, router=_Unsteady, ties=True).gate
+    first, second = (router(X).indices for _ in range(2))
+    assert (first != second).any()
 
 
 def _run(moe, call, index=None):
