@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from megablocks_core import ckpt
 from megablocks_core.export import load_hf, save_hf, verify
 from megablocks_core.groups import Mesh, gather_whole, marks, own_slices
 from megablocks_core.groups.stacks import separate_names
@@ -177,6 +178,38 @@ def test_every_layout_writes_the_same_bytes_and_reads_the_others(tmp_path, famil
             assert torch.equal(again[name], tensor), name
     whole = gather_whole(decoder)
     assert whole["model.layers.1.mlp.experts.3.down_proj.weight"].shape[0] == 32
+
+
+@ranks(4, timeout=300)
+def test_a_checkpoint_of_one_layout_loads_in_others(tmp_path):
+    """Saved at ep 2 with AdamW's state; loaded at ep 1, ep 4 and tp 2 with ep 2."""
+    spec, world = DecoderSpec.from_hf(_theirs("qwen3_moe").config), Mesh().group("dp")
+    torch.manual_seed(3)
+    saved = _trained(Decoder(spec, mesh=Mesh(ep=2), dtype=F64))
+    ckpt.save(tmp_path / "step", saved, group=world)
+    whole = gather_whole(saved["model"])
+    for sizes in ({}, {"ep": 4}, {"tp": 2, "ep": 2}):
+        loaded = _trained(Decoder(spec, mesh=Mesh(**sizes), dtype=F64))
+        ckpt.load(tmp_path / "step", loaded, group=world)
+        for name, value in gather_whole(loaded["model"]).items():
+            assert torch.equal(value, whole[name]), name
+        moments = loaded["optimizer"].state[loaded["model"].get_parameter(STACK)]["exp_avg"]
+        there = saved["optimizer"].state[saved["model"].get_parameter(STACK)]["exp_avg"]
+        experts = loaded["model"].get_submodule(STACK.rpartition(".")[0])
+        rows = torch.cat(Mesh(ep=2).expert.group("ep").all_gather(there))
+        assert torch.equal(moments, rows[experts.experts])
+
+
+STACK = "model.layers.1.mlp.experts.up_proj"
+
+
+def _trained(decoder):
+    """The state after one step on gradients that are functions of the values."""
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+    for parameter in decoder.parameters():
+        parameter.grad = parameter.detach().sin()
+    optimizer.step()
+    return {"model": decoder, "optimizer": optimizer}
 
 
 def test_experts_that_are_missing_or_misshapen_are_named(tmp_path):
