@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megablocks_core.groups.gradient_shards import GradientShard, set_gradient_shard
 from megablocks_core.parallel.data_parallel.reducer import Reducer
@@ -68,8 +69,11 @@ class ReducedGradients:
         reducer.after = lambda: (method := hang()) and method()
         if module is not None:
             watch = Watch(reducer, module)
-            module.register_forward_pre_hook(watch.before)
-            module.register_forward_hook(watch.after)
+            hooks = (
+                module.register_forward_pre_hook(watch.before),
+                module.register_forward_hook(watch.after),
+            )
+            weakref.finalize(reducer, _remove, hooks).atexit = False
 
     def of(self, flat: FlatParameters) -> dict[int, Tensor]:
         """By index, this rank's range of each gradient that there is, of one dimension."""
@@ -154,6 +158,11 @@ class Watch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Watch, ())
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _weak(target: Any) -> Callable[[], Any]:

@@ -43,6 +43,7 @@ from megablocks_core.parallel.sharded_optimizer.state import (
     plain_options,
     set_options,
     without_members,
+    words_of,
 )
 from megablocks_core.parallel.wrapping.refusals import check_experts, refuse_wrapped
 from megablocks_core.parallel.wrapping.replicas import check_replicas
@@ -106,7 +107,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: An argument is none of these; the optimizer works on whole tensors; a
             parameter is sharded already, differs between ranks, or is in no or two parameter
-            groups; the module's gradients are reduced by another wrapper.
+            groups; hyperparameters differ between ranks; the module's gradients are reduced by
+            another wrapper.
     """
 
     def __init__(  # noqa: PLR0913 (each is an option of its own)
@@ -142,8 +144,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         named = [(member.name, member.parameter, member.specs) for member in self._members]
         _check_crossing(group, replicate)
         check_experts(named, group=group, expert_group=expert_group, replicate=replicate)
-        check_replicas(named, group=group, expert_group=expert_group)
-        check_replicas(named, group=replicate, expert_group=LOCAL)
+        agreed = words_of(self.param_groups)
+        check_replicas(named, group=group, expert_group=expert_group, agreed=agreed)
+        check_replicas(named, group=replicate, expert_group=LOCAL, agreed=agreed)
         reducer = None
         if isinstance(module, DataParallel):
             _check_data_parallel(module, group, expert_group, replicate, zero, reduction)

@@ -131,6 +131,16 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def words_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The plain options of all parameter groups in words, which ranks compare."""
+    return {
+        f"{key} of parameter group {number}": repr(value)
+        for number, group in enumerate(groups)
+        for key, value in plain_options(group).items()
+        if value is None or isinstance(value, bool | int | float | str | list)
+    }
+
+
 def check_options(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Raise unless saved options are of as many parameter groups.
 

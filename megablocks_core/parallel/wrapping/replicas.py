@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,17 @@ def check_replicas(
     group: Group,
     expert_group: Group,
     values: bool = True,
+    agreed: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Compare parameters with those of the other ranks: names, shapes, dtypes, and values.
 
     Of the values a sum over their bits is compared, which finds other seeds and stale
     weights. Dense parameters are compared over ``group`` and experts over ``expert_group``.
-    Sends a gather of words over each. Those on ``meta`` have no values.
+    Sends a gather of words over each. Those on ``meta`` have no values. ``agreed`` has what else
+    must be equal, by name.
 
     Raises:
-        ValueError: On all ranks; it names the first parameter that differs.
+        ValueError: On all ranks; it names the first parameter, or other thing, that differs.
     """
     for expert, over in ((False, group), (True, expert_group)):
         if over.size == 1:
@@ -40,8 +43,10 @@ def check_replicas(
             for name, x, specs in named
             if specs.expert == expert
         ]
-        for rank, theirs in zip(over.ranks, over.all_gather_object(mine), strict=True):
+        found = over.all_gather_object((mine, dict(agreed)))
+        for rank, (theirs, others) in zip(over.ranks, found, strict=True):
             _compare(mine, theirs, rank)
+            _compare_agreed(agreed, others, rank)
 
 
 def _compare(mine: list[tuple], theirs: list[tuple], rank: int) -> None:
@@ -57,6 +62,16 @@ def _compare(mine: list[tuple], theirs: list[tuple], rank: int) -> None:
             f"module must have the same parameters on all ranks: {len(mine)} here and "
             f"{len(theirs)} on rank {rank}"
         )
+
+
+def _compare_agreed(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> None:
+    for name in sorted({*mine, *theirs}):
+        here, there = mine.get(name, "missing"), theirs.get(name, "missing")
+        if here != there:
+            raise ValueError(
+                f"{name} must be the same on all ranks: it is {here} here and {there} on rank "
+                f"{rank}"
+            )
 
 
 def _sum(parameter: Tensor) -> int:

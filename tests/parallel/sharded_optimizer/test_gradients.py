@@ -174,3 +174,16 @@ def test_copies_of_the_module_are_plain():
     for make in (copy.deepcopy, pickle.dumps, copy.copy):
         with pytest.raises(ValueError, match="must not be copied"):
             make(optimizer)
+
+
+@ranks(2)
+@pytest.mark.parametrize("options", [{}, {"zero": 2, "overlap": True}])
+def test_a_dropped_optimizer_leaves_no_hook_on_the_module(options):
+    model = _model()
+    for _ in range(2):
+        optimizer = _sgd(model, **options)
+        _backward(model)
+        optimizer.step()
+        assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+        del optimizer
+        assert not model._forward_hooks and not model._forward_pre_hooks

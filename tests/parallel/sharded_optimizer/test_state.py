@@ -148,3 +148,22 @@ def test_rules_and_schedules_know_logical_parameters():
     train(net, optimizer, [group.rank], size=group.size, steps=range(1))
     with pytest.raises(ValueError, match="stepped or loaded"):
         Scheduled(optimizer, constant_schedule(warmup=10))
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("lr", (0.1, 0.2)),
+        ("lr", (torch.tensor(0.1), torch.tensor(0.2))),
+        ("betas", ((0.9, 0.95), (0.9, 0.99))),
+        ("weight_decay", (0.0, 0.1)),
+    ],
+)
+def test_hyperparameters_that_differ_between_ranks_are_refused(name, values):
+    group = Group.of(dist.group.WORLD)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=rf"{name} of parameter group 0 must be .*: it is .* here"):
+        ShardedOptimizer(model, torch.optim.AdamW, group=group, **{name: values[group.rank]})
+    ShardedOptimizer(model, torch.optim.AdamW, group=group, **{name: values[0]})
