@@ -86,12 +86,17 @@ class GroupedExperts(nn.Module):
         self.num_experts, self.hidden_size, self.ffn_size = num_experts, hidden_size, ffn_size
         self.experts = split_evenly(num_experts, group=ep, name="num_experts")
         self.features = split_evenly(ffn_size, group=etp, name="ffn_size")
-        self.activation, self.weigh, self.form = activation, weigh, form
+        self.activation, self.form = activation, form
+        self.weigh: Weigh = weigh
         self.persistent_gradients = persistent_gradients
         self.ep, self.etp = ep, etp
-        self.formula = Formula(ACTIVATIONS[activation], weigh)
         self._add_parameters(bias, device, dtype)
         self.reset_parameters()
+
+    @property
+    def formula(self) -> Formula:
+        """What is computed; no attribute, because a pickle cannot hold torch's operations."""
+        return Formula(ACTIVATIONS[self.activation], self.weigh)
 
     def _add_parameters(
         self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None

@@ -1,5 +1,8 @@
 """Experts as a module: parameters, marks, initial values, groups and errors."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -185,3 +188,10 @@ def _shared(experts, x, routed, group, axis):
     for name, parameter, specs in marks(experts):
         whole[name] = whole_tensor(parameter.grad, specs)
     return whole
+
+
+def test_experts_are_copied_and_pickled():
+    experts = built(bias=True)
+    for twin in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert twin.formula == experts.formula
+        torch.testing.assert_close(twin.state_dict(), experts.state_dict(), atol=0, rtol=0)

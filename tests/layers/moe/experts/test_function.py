@@ -51,14 +51,34 @@ def test_persistent_gradients_leave_parameters_with_hooks_and_others_alone(capac
     routed = routing([[0, 2], [1, 0], [3, 1]], capacity=capacity)
     x = torch.randn(3, HIDDEN, dtype=torch.float64)
     experts, seen = built(persistent_gradients=True), []
-    experts.up_proj.register_hook(lambda grad: seen.append("hook"))
+    experts.up_proj.register_hook(lambda grad: seen.append(grad.clone()))
     experts.down_proj.register_post_accumulate_grad_hook(lambda parameter: seen.append("post"))
     experts.gate_proj.requires_grad_(False)
     theirs = everything(built(), x, routed)
     _backward(experts, x, routed)
-    assert sorted(seen) == ["hook", "post"] and experts.gate_proj.grad is None
+    (of_hook,) = (each for each in seen if each != "post")
+    assert "post" in seen and torch.equal(of_hook, theirs["up_proj"])
+    assert experts.gate_proj.grad is None
     assert torch.equal(experts.up_proj.grad, theirs["up_proj"])
     assert torch.equal(experts.down_proj.grad, theirs["down_proj"])
+
+
+@pytest.mark.parametrize("form", ("grouped", "capacity", "compiled"))
+@pytest.mark.parametrize("weigh", ("hidden", "input", "output"))
+def test_empty_places_give_zeros_and_their_weights_get_none(form, weigh):
+    torch._dynamo.reset()
+    capacity = 3 if form == "capacity" else None
+    routed = routing([[0, -1], [-1, -1], [2, 0], [-1, 1]], capacity=capacity)
+    x = torch.randn(4, HIDDEN, dtype=torch.float64)
+    dispatched, _ = LocalDispatcher().dispatch(x, routed)
+    weights = dispatched.weights.detach().requires_grad_()
+    experts = built("capacity" if capacity else "grouped", bias=True, weigh=weigh)
+    call = torch.compile(experts, backend="eager") if form == "compiled" else experts
+    y = call(dispatched._replace(weights=weights))
+    y.backward(torch.ones_like(y))
+    empty = dispatched.rows < 0
+    assert empty.any() and not y[empty].any() and not weights.grad[empty].any()
+    assert weights.grad[~empty].all()
 
 
 def test_frozen_experts_and_tokens_without_gradient():
