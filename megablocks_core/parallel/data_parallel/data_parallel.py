@@ -173,7 +173,7 @@ class DataParallel(nn.Module):
             self._reducer.remove()
         groups = {"group": self.group, "expert_group": self.expert_group}
         check_experts(named, **groups)
-        check_replicas(named, **groups, values=values)
+        check_replicas(named, group=self.group, expert_group=self.expert_group, values=values)
         if self._communicates:
             self._reducer = Reducer(named, **groups, **self._options)
             self._let_reduce(self._reduces)
