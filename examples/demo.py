@@ -39,7 +39,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=180)
     parser.add_argument("--experts", type=int, default=8, help="in each layer; 0: none")
     parser.add_argument("--dp", type=int, default=2, help="ranks that go on")
     parser.add_argument("--zero", type=int, default=1, choices=range(4), help="what they cut")
