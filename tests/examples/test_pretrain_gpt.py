@@ -34,12 +34,18 @@ def test_golden_curve(tmp_path):
 @pytest.mark.parametrize(
     "layout",
     [
-        ["--tp=2"],
         ["--tp=2", "--sequence-parallel"],
         ["--dp=2"],
-        ["--dp=2", "--zero=1"],
-        ["--dp=2", "--zero=2"],
-        ["--dp=2", "--zero=3"],
+        # The rest also in one run, below.
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                ["--tp=2"],
+                ["--dp=2", "--zero=1"],
+                ["--dp=2", "--zero=2"],
+                ["--dp=2", "--zero=3"],
+            )
+        ),
     ],
 )
 @ranks(2, timeout=240)
@@ -51,7 +57,7 @@ def test_two_ranks_train_the_golden_curve(layout, tmp_path):
     "layout",
     [
         ["--tp=2", "--micro-batch-size=4", "--zero=1"],
-        ["--tp=2", "--sequence-parallel"],
+        pytest.param(["--tp=2", "--sequence-parallel"], marks=pytest.mark.slow),
         ["--tp=2", "--sequence-parallel", "--zero=3"],
     ],
 )
@@ -238,7 +244,14 @@ def test_more_than_one_tensor_parallel_rank_needs_a_launcher(tmp_path):
         run_here(tmp_path, "--tp=2")
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "muon", "muon --tp=2", "muon --zero=1"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "sgd",
+        "muon --zero=1",
+        *(pytest.param(w, marks=pytest.mark.slow) for w in ("muon", "muon --tp=2")),
+    ],
+)
 def test_other_optimizers_train_one_curve_on_any_ranks(optimizer, tmp_path, launch):
     """Two data-parallel ranks, then one process from their checkpoint, against one all along.
 
