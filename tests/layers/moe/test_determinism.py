@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megablocks_core.layers.moe import (
     Capacity,
@@ -15,28 +14,9 @@ from megablocks_core.layers.moe import (
     load_balance_loss,
     z_loss,
 )
+from tests.layers.moe.operations import VARYING, Operations
 
 E, H, F, T = 8, 16, 8, 24
-# Those of torch.use_deterministic_algorithms that such code might come to.
-VARYING = {
-    *("index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "histc"),
-    *("index_put", "index_put_", "_index_put_impl_", "put_", "bincount", "index_copy"),
-    *("index_copy_", "scatter_reduce_", "index_reduce", "kthvalue", "masked_scatter"),
-    *("embedding_dense_backward", "repeat_interleave", "median"),
-}
-
-
-class Operations(TorchDispatchMode):
-    """Notes the names of all that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func._schema.name.partition("::")[2])
-        return func(*args, **(kwargs or {}))
-
 
 ROUTERS = {
     "top k": lambda: TopKRouter(H, num_experts=E, top_k=2),

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megablocks_core.groups import all_gather_to, reduce_scatter_to
 from megablocks_core.groups.messages import all_gather
+from megablocks_core.layers.moe.counting import count_choices
 from megablocks_core.layers.moe.dispatch.assignment import (
     Order,
     by_expert,
-    count_experts,
     sum_slots,
 )
 from megablocks_core.layers.moe.dispatch.counts import check_equal
@@ -96,7 +96,7 @@ class AllGatherDispatcher(ExpertParallelDispatcher):
         known = [len(own.x), -1 if own.capacity is None else own.capacity]
         told = torch.tensor([known], device=device)
         if own.capacity is None:
-            counts = count_experts(own.indices, self.num_experts)
+            counts = count_choices(own.indices, self.num_experts)
             told = torch.cat([told, counts.unsqueeze(0)], 1)
         for size, group in ((1, self.etp), (self.etp.size, self.ep)):
             if group.size > 1:

@@ -82,6 +82,16 @@ def take_rows(x_MH: Tensor, rows_N: Tensor) -> Tensor:
     return taken
 
 
+def sum_places(rows_NH: Tensor, places_Mk: Tensor) -> Tensor:
+    """For each row the sum over its places, from the first to the last [M H]. No gradient flows."""
+    if places_Mk.shape[1] == 0:
+        return rows_NH.new_zeros(places_Mk.shape[0], rows_NH.shape[1])
+    total_MH = take_rows(rows_NH, places_Mk[:, 0])
+    for slot in range(1, places_Mk.shape[1]):
+        total_MH += take_rows(rows_NH, places_Mk[:, slot])
+    return total_MH
+
+
 def sum_slots(y_NH: Tensor, order: Order) -> Tensor:
     """For each token the sum of its slots' rows, from the first slot to the last [T H].
 
@@ -124,12 +134,6 @@ def cut(x_N: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [x_N.narrow(0, start, size) for start, size in zip(starts, sizes, strict=False)]
 
 
-def count_experts(indices_Tk: Tensor, num_experts: int) -> Tensor:
-    """How many slots have each expert [E], int64; without a sort."""
-    experts = torch.arange(num_experts, device=indices_Tk.device)
-    return (indices_Tk.reshape(-1) == experts.unsqueeze(-1)).sum(1)
-
-
 def _inverse(permutation: Tensor) -> Tensor:
     places = torch.arange(permutation.shape[0], device=permutation.device)
     return torch.empty_like(permutation).scatter_(0, permutation, places)
@@ -157,7 +161,7 @@ class _SumSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_NH: Tensor, places_Tk: Tensor, rows_N: Tensor) -> Tensor:
         ctx.save_for_backward(rows_N)
-        return _total(y_NH, places_Tk)
+        return sum_places(y_NH, places_Tk)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Any, ...]:
@@ -177,11 +181,4 @@ class _CopySlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *pieces: Tensor) -> tuple[Any, ...]:
         (places_Tk,) = ctx.saved_tensors
-        return _total(joined(pieces), places_Tk), None, None, None
-
-
-def _total(y_NH: Tensor, places_Tk: Tensor) -> Tensor:
-    total = take_rows(y_NH, places_Tk[:, 0])
-    for slot in range(1, places_Tk.shape[1]):
-        total += take_rows(y_NH, places_Tk[:, slot])
-    return total
+        return sum_places(joined(pieces), places_Tk), None, None, None

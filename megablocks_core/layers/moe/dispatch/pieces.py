@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups import chunk_slice
-from megablocks_core.layers.moe.dispatch.assignment import Order, by_expert, count_experts
+from megablocks_core.layers.moe.counting import count_choices
+from megablocks_core.layers.moe.dispatch.assignment import Order, by_expert
 
 
 def widths(capacity: int, chunks: int) -> list[int]:
@@ -25,8 +26,8 @@ def count_pieces(
     """Slots of each expert in each piece [c E], int64; without a sort."""
     if capacity is None:
         parts = [chunk_slice(len(indices_tk), chunks, index) for index in range(chunks)]
-        return torch.stack([count_experts(indices_tk[part], num_experts) for part in parts])
-    left = count_experts(indices_tk, num_experts)
+        return torch.stack([count_choices(indices_tk[part], num_experts) for part in parts])
+    left = count_choices(indices_tk, num_experts)
     counts = []
     for width in widths(capacity, chunks):
         counts.append(left.clamp(max=width))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megablocks_core.layers.moe.dispatch import Dispatched
-from megablocks_core.layers.moe.experts.inverse import Inverse, inverse_of, sum_places
+from megablocks_core.layers.moe.experts.inverse import Inverse, inverse_of, sum_inverse
 from megablocks_core.layers.moe.experts.projections import Formula, Projections
 
 
@@ -163,7 +163,7 @@ class _Experts(torch.autograd.Function):
             projections,
             Wanted(wants_x, wants_projections, into),
         )
-        dx = None if gradients.x is None else sum_places(gradients.x, Inverse(places, lengths))
+        dx = None if gradients.x is None else sum_inverse(gradients.x, Inverse(places, lengths))
         own = (None,) * 4
         return *own, dx, None, gradients.weights, None, *gradients.projections
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megablocks_core.layers.moe.dispatch import Dispatched
-from megablocks_core.layers.moe.dispatch.assignment import take_rows
-from megablocks_core.layers.moe.experts import passes
+from megablocks_core.layers.moe.dispatch.assignment import sum_places, take_rows
 
 
 class Inverse(NamedTuple):
@@ -36,10 +35,10 @@ def inverse_of(dispatched: Dispatched) -> Inverse:
     return Inverse(places, torch.searchsorted(sorted_rows, bounds).diff())
 
 
-def sum_places(dx_NH: Tensor, inverse: Inverse) -> Tensor:
+def sum_inverse(dx_NH: Tensor, inverse: Inverse) -> Tensor:
     """For each row the sum over its places, in their order [M H]; zero if there is none."""
     if inverse.lengths is None:
-        return passes.sum_places(dx_NH, inverse.places)
+        return sum_places(dx_NH, inverse.places)
     if inverse.lengths.numel() == 0:
         return dx_NH.new_zeros(0, dx_NH.shape[1])
     in_order_NH = dx_NH.index_select(0, inverse.places)
@@ -61,4 +60,4 @@ class _TakePlaces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_NH: Tensor) -> tuple[Any, ...]:
-        return sum_places(dy_NH, Inverse(*ctx.saved_tensors)), None, None, None
+        return sum_inverse(dy_NH, Inverse(*ctx.saved_tensors)), None, None, None

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megablocks_core.layers.moe.dispatch.assignment import take_rows
 from megablocks_core.layers.moe.experts.activations import Activation
 
 
@@ -59,13 +58,3 @@ def scaled(rows_NF: Tensor, weights_N: Tensor) -> Tensor:
 def row_products(one_NF: Tensor, other_NF: Tensor, like_N: Tensor) -> Tensor:
     """The inner product of each pair of rows [N], in the dtype of the weights."""
     return (one_NF.to(like_N.dtype) * other_NF).sum(-1).to(like_N.dtype)
-
-
-def sum_places(rows_NH: Tensor, places_Mk: Tensor) -> Tensor:
-    """For each row the sum over its places, from the first to the last [M H]."""
-    if places_Mk.shape[1] == 0:
-        return rows_NH.new_zeros(places_Mk.shape[0], rows_NH.shape[1])
-    total_MH = take_rows(rows_NH, places_Mk[:, 0])
-    for slot in range(1, places_Mk.shape[1]):
-        total_MH += take_rows(rows_NH, places_Mk[:, slot])
-    return total_MH

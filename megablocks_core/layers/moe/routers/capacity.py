@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megablocks_core.layers.moe.routers.counting import queue_places
+from megablocks_core.layers.moe.counting import queue_places
 from megablocks_core.layers.moe.routing import NOWHERE, Routing
 from megablocks_core.parallel import remember
 

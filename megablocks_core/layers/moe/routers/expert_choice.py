@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group, check_group
+from megablocks_core.layers.moe.counting import count_choices
 from megablocks_core.layers.moe.routers.capacity import capacity_of
-from megablocks_core.layers.moe.routers.counting import count_choices
 from megablocks_core.layers.moe.routers.jitter import Jitter
 from megablocks_core.layers.moe.routers.linear_router import LinearRouter
 from megablocks_core.layers.moe.routers.scores import (

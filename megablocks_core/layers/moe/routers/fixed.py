@@ -8,7 +8,7 @@ Dimensions: T tokens of this rank, E experts, k slots a token.
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.layers.moe.routers.counting import count_choices
+from megablocks_core.layers.moe.counting import count_choices
 from megablocks_core.layers.moe.routers.scores import check_mask, highest
 from megablocks_core.layers.moe.routers.words import check_words, stream_key, uniform
 from megablocks_core.layers.moe.routing import NOWHERE, Routing

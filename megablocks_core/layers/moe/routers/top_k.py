@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
+from megablocks_core.layers.moe.counting import count_choices
 from megablocks_core.layers.moe.routers.capacity import Capacity
-from megablocks_core.layers.moe.routers.counting import count_choices
 from megablocks_core.layers.moe.routers.groups import GroupLimit
 from megablocks_core.layers.moe.routers.jitter import Jitter
 from megablocks_core.layers.moe.routers.linear_router import LinearRouter

@@ -5,10 +5,11 @@ import torch
 from hypothesis import given
 from torch.testing import assert_close
 
+from megablocks_core.layers.moe.counting import count_choices
 from megablocks_core.layers.moe.dispatch.assignment import (
     by_expert,
     copy_slots,
-    count_experts,
+    sum_places,
     sum_slots,
     take_rows,
 )
@@ -35,7 +36,7 @@ def test_slots_stand_by_expert_then_token(indices):
     right = [_slots_of(indices, expert) for expert in range(_EXPERTS)]
     flat = sum(right, [])
     assert order.slots.tolist() == flat + [-1] * (indices.numel() - len(flat))
-    assert order.counts.tolist() == count_experts(indices, _EXPERTS).tolist()
+    assert order.counts.tolist() == count_choices(indices, _EXPERTS).tolist()
     assert order.counts.tolist() == [len(slots) for slots in right]
     _places_lead_back(order, indices)
 
@@ -90,3 +91,10 @@ def test_pieces_of_copies_are_the_copy():
     ours = torch.autograd.grad(torch.cat(pieces), x, weights)
     right = torch.autograd.grad(whole[:5], x, weights)
     assert_close(ours, right)
+
+
+def test_places_are_summed_from_the_first_to_the_last():
+    rows = torch.tensor([[1e8], [1.0], [-1e8]])
+    in_order = sum_places(rows, torch.tensor([[0, 1, 2], [0, 2, 1], [-1, 1, -1]]))
+    assert in_order.tolist() == [[0.0], [1.0], [1.0]]  # 1e8 + 1 is 1e8 in float32
+    assert sum_places(rows, torch.empty(2, 0, dtype=torch.int64)).tolist() == [[0], [0]]

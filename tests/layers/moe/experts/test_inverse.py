@@ -4,7 +4,7 @@ import torch
 from torch.testing import assert_close
 
 from megablocks_core.layers.moe.dispatch import LocalDispatcher
-from megablocks_core.layers.moe.experts.inverse import inverse_of, sum_places, take_places
+from megablocks_core.layers.moe.experts.inverse import inverse_of, sum_inverse, take_places
 from tests.layers.moe.experts.cases import HIDDEN, ROUTINGS, routing
 
 
@@ -21,7 +21,7 @@ def test_places_that_are_known_and_found_give_the_same_sums():
         for places in (dispatched.places, None):
             inverse = inverse_of(dispatched._replace(places=places))
             assert (inverse.lengths is None) == (places is not None)
-            assert_close(sum_places(rows, inverse), expected)
+            assert_close(sum_inverse(rows, inverse), expected)
 
 
 def test_taking_and_summing_are_adjoint():

@@ -26,10 +26,3 @@ def test_gradients_of_a_weighted_hidden_activation(weighted):
         assert_close(found.weights, expected[2])
     else:
         assert found.weights is None
-
-
-def test_places_are_summed_from_the_first_to_the_last():
-    rows = torch.tensor([[1e8], [1.0], [-1e8]])
-    in_order = passes.sum_places(rows, torch.tensor([[0, 1, 2], [0, 2, 1], [-1, 1, -1]]))
-    assert in_order.tolist() == [[0.0], [1.0], [1.0]]  # 1e8 + 1 is 1e8 in float32
-    assert passes.sum_places(rows, torch.empty(2, 0, dtype=torch.int64)).tolist() == [[0], [0]]
