@@ -2,9 +2,9 @@
 
 from megablocks_core.layers.attention import Attention as Attention
 from megablocks_core.layers.decoder import Decoder as Decoder
-from megablocks_core.layers.decoder import DecoderLayer as DecoderLayer
 from megablocks_core.layers.decoder import DecoderOutput as DecoderOutput
 from megablocks_core.layers.decoder import HiddenStates as HiddenStates
+from megablocks_core.layers.decoder_layer import DecoderLayer as DecoderLayer
 from megablocks_core.layers.mlp import MLP as MLP
 from megablocks_core.layers.mlp import GatedMLP as GatedMLP
 from megablocks_core.layers.norm import LayerNorm as LayerNorm

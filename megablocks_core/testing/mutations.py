@@ -325,6 +325,7 @@ _MESSAGES: list[tuple[Any, str, Callable[..., Any]]] = [
     (messages, "start_all_reduce", _own_sum),
     (messages, "start_all_gather", _own_block),
     (messages, "start_reduce_scatter", _own_part),
+    (messages, "start_all_to_all", lambda y, x, **options: _own_rows(x, y, **options)),
     (messages, "sum_flat", _own_tensors),
     (messages, "all_gather_lists", _own_slice),
     (Group, "all_reduce", _own_value),
