@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megablocks_core.layers.moe.dispatch.assignment import take_rows
 from megablocks_core.layers.moe.experts.function import Gradients, Inputs, Outputs, Wanted
-from megablocks_core.layers.moe.experts.grouped_product import grouped_product
 from megablocks_core.layers.moe.experts.passes import (
     hidden,
     hidden_backward,
@@ -20,6 +19,7 @@ from megablocks_core.layers.moe.experts.passes import (
     scaled,
 )
 from megablocks_core.layers.moe.experts.projections import Projections
+from megablocks_core.layers.moe.experts.ragged_product import ragged_product
 
 # ``grouped_mm`` wants rows of a multiple of 16 bytes, so a column of ones is this wide.
 _ONES = 8
@@ -87,15 +87,15 @@ class Ragged(Products):
 
     def forward(self, x_NI: Tensor, w_eOI: Tensor) -> Tensor:
         """``x W^T`` [N O]."""
-        return grouped_product(x_NI, w_eOI.transpose(1, 2), self.ends)
+        return ragged_product(x_NI, w_eOI.transpose(1, 2), self.ends)
 
     def input_gradient(self, dy_NO: Tensor, w_eOI: Tensor) -> Tensor:
         """``dy W`` [N I]."""
-        return grouped_product(dy_NO, w_eOI, self.ends)
+        return ragged_product(dy_NO, w_eOI, self.ends)
 
     def weight_gradient(self, dy_NO: Tensor, x_NI: Tensor, w_eOI: Tensor) -> Tensor:
         """``dy^T x`` [e O I]."""
-        return grouped_product(dy_NO.t(), x_NI, self.ends)
+        return ragged_product(dy_NO.t(), x_NI, self.ends)
 
     def add_bias_(self, y_NO: Tensor, bias_eO: Tensor) -> None:
         """Add to each place its expert's bias."""
@@ -106,7 +106,7 @@ class Ragged(Products):
     def bias_gradient(self, dy_NO: Tensor, bias_eO: Tensor) -> Tensor:
         """Sums over the places of each expert [e O]."""
         ones = dy_NO.new_ones(dy_NO.shape[0], _ONES)
-        return grouped_product(dy_NO.t(), ones, self.ends)[..., 0]
+        return ragged_product(dy_NO.t(), ones, self.ends)[..., 0]
 
 
 def _stacked(rows_NI: Tensor, stack_e: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ _STRIDE = 16
 _KERNELS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def grouped_product(a: Tensor, b: Tensor, ends_e: Tensor) -> Tensor:
+def ragged_product(a: Tensor, b: Tensor, ends_e: Tensor) -> Tensor:
     """For each group a product; rows beyond the last end are left as memory was.
 
     ``a`` [N I] and ``b`` [e I O] give [N O]; ``a`` [O N] and ``b`` [N I] give [e O I].
@@ -25,7 +25,7 @@ def grouped_product(a: Tensor, b: Tensor, ends_e: Tensor) -> Tensor:
     return _opaque(a, b, ends_e)
 
 
-@torch.library.custom_op("megablocks_core::grouped_product", mutates_args=())
+@torch.library.custom_op("megablocks_core::ragged_product", mutates_args=())
 def _opaque(a: Tensor, b: Tensor, ends_e: Tensor) -> Tensor:
     if a.dtype in _KERNELS and _fits(a, b):
         return F.grouped_mm(a, b, offs=ends_e)
