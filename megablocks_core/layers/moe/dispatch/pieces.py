@@ -23,7 +23,7 @@ def widths(capacity: int, chunks: int) -> list[int]:
 def count_pieces(
     indices_tk: Tensor, num_experts: int, *, chunks: int, capacity: int | None
 ) -> Tensor:
-    """Slots of each expert in each piece [c E], int64; without a sort."""
+    """Slots of each expert in each piece [c E], int64."""
     if capacity is None:
         parts = [chunk_slice(len(indices_tk), chunks, index) for index in range(chunks)]
         return torch.stack([count_choices(indices_tk[part], num_experts) for part in parts])
