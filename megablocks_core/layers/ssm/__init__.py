@@ -1,0 +1,1 @@
+"""State-space layers: their functions, and the mixers of hybrid models."""

@@ -1,0 +1,1 @@
+"""Functions of state-space layers: chunked ones, single steps, and their plain twins."""

@@ -1,0 +1,145 @@
+"""One token of each state-space function: how decoding goes on, and what the recurrences loop over.
+
+States and decays are at least float32 (float64 for float64 inputs); what is given out has the
+dtype of the input. Nothing is changed in place: a state that was handed in stays as it is.
+
+Dimensions: B rows, C channels, W taps of a convolution, D channels of Mamba-1, H heads,
+P features of a head, G groups of heads, N features of a state, K and V features of keys and
+values.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+
+def wide(*tensors: Tensor) -> torch.dtype:
+    """The dtype of states: float64 if an input is, else float32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def causal_conv1d_step(
+    x_BC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None = None,
+    *,
+    state: Tensor,
+    activation: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The next output [B C] of a causal depthwise convolution, and the next state.
+
+    Args:
+        x_BC: Input of one token.
+        weight_CW: Taps, the last of which is the token's own.
+        bias_C: Added to every output.
+        state: The W - 1 inputs before the token, oldest first [B W-1 C].
+        activation: The output passes through SiLU.
+    """
+    window_BWC = torch.cat((state, x_BC[:, None].to(state.dtype)), dim=1)
+    y_BC = (window_BWC.to(wide(x_BC)) * weight_CW.t()).sum(1)
+    y_BC = y_BC if bias_C is None else y_BC + bias_C
+    return (silu(y_BC) if activation else y_BC).to(x_BC.dtype), window_BWC[:, 1:]
+
+
+def selective_step(
+    x_BD: Tensor,
+    dt_BD: Tensor,
+    A_DN: Tensor,
+    B_BN: Tensor,
+    C_BN: Tensor,
+    *,
+    D: Tensor | None = None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``s = exp(dt A) s + dt x B``; ``y = s C + D x`` (Mamba, arXiv:2312.00752, section 3.2).
+
+    Args:
+        x_BD: Input of one token.
+        dt_BD: Step size, after softplus.
+        A_DN: Negative rates of decay.
+        B_BN: Input matrix.
+        C_BN: Output matrix.
+        D: Weight of the input in the output [D].
+        state: [B D N].
+
+    Returns:
+        ``y`` [B D] and the next state.
+    """
+    kind = wide(x_BD, state)
+    x, dt = x_BD.to(kind), dt_BD.to(kind)
+    decay_BDN = torch.exp(dt[..., None] * A_DN.to(kind))
+    state = decay_BDN * state + (dt * x)[..., None] * B_BN.to(kind)[:, None]
+    y_BD = (state * C_BN.to(kind)[:, None]).sum(-1)
+    y_BD = y_BD if D is None else y_BD + D.to(kind) * x
+    return y_BD.to(x_BD.dtype), state
+
+
+def ssd_step(
+    x_BHP: Tensor,
+    dt_BH: Tensor,
+    A_H: Tensor,
+    B_BGN: Tensor,
+    C_BGN: Tensor,
+    *,
+    D: Tensor | None = None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``s = exp(dt A) s + dt x B^T``; ``y = s C + D x`` of every head (Mamba-2, arXiv:2405.21060).
+
+    Args:
+        x_BHP: Input of one token.
+        dt_BH: Step size, after softplus.
+        A_H: Negative rate of decay.
+        B_BGN: Input matrix of each group of H / G neighbouring heads.
+        C_BGN: Output matrix of each group.
+        D: Weight of the input in the output [H], or of each feature [H P].
+        state: [B H P N].
+
+    Returns:
+        ``y`` [B H P] and the next state.
+    """
+    kind = wide(x_BHP, state)
+    x, dt = x_BHP.to(kind), dt_BH.to(kind)
+    heads = x.shape[1] // B_BGN.shape[1]
+    B_BHN, C_BHN = (part.to(kind).repeat_interleave(heads, dim=1) for part in (B_BGN, C_BGN))
+    decay_BH = torch.exp(dt * A_H.to(kind))
+    state = decay_BH[..., None, None] * state + (dt[..., None] * x)[..., None] * B_BHN[:, :, None]
+    y_BHP = (state @ C_BHN[..., None]).squeeze(-1)
+    if D is not None:
+        y_BHP = y_BHP + (D if D.dim() == 2 else D[:, None]).to(kind) * x
+    return y_BHP.to(x_BHP.dtype), state
+
+
+def gated_delta_step(
+    q_BHK: Tensor,
+    k_BHK: Tensor,
+    v_BHV: Tensor,
+    g_BH: Tensor,
+    beta_BH: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``s = exp(g) s``; ``s = s + k (beta (v - k^T s))^T``; ``o = scale q^T s``.
+
+    Gated delta networks, arXiv:2412.06464, section 3.
+
+    Args:
+        q_BHK: Query of one token.
+        k_BHK: Key, of length 1 if the state shall not grow.
+        v_BHV: Value.
+        g_BH: Logarithm of the decay, at most 0.
+        beta_BH: How much of what the key recalls is replaced.
+        scale: Of the output; default 1 / sqrt(K).
+        state: [B H K V].
+
+    Returns:
+        ``o`` [B H V] and the next state.
+    """
+    kind = wide(q_BHK, state)
+    q, k, v, g, beta = (part.to(kind) for part in (q_BHK, k_BHK, v_BHV, g_BH, beta_BH))
+    state = torch.exp(g)[..., None, None] * state
+    recalled_BHV = (k[..., None, :] @ state).squeeze(-2)
+    state = state + k[..., None] * (beta[..., None] * (v - recalled_BHV))[..., None, :]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return (scale * (q[..., None, :] @ state).squeeze(-2)).to(q_BHK.dtype), state
