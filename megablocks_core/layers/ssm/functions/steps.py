@@ -141,5 +141,5 @@ def gated_delta_step(
     state = torch.exp(g)[..., None, None] * state
     recalled_BHV = (k[..., None, :] @ state).squeeze(-2)
     state = state + k[..., None] * (beta[..., None] * (v - recalled_BHV))[..., None, :]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (scale * (q[..., None, :] @ state).squeeze(-2)).to(q_BHK.dtype), state
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    return (factor * (q[..., None, :] @ state).squeeze(-2)).to(q_BHK.dtype), state
