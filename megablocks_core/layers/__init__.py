@@ -13,4 +13,7 @@ from megablocks_core.layers.norm import on_part as on_part
 from megablocks_core.layers.rotary import RotaryEmbedding as RotaryEmbedding
 from megablocks_core.layers.rotary import rotate as rotate
 from megablocks_core.layers.spec import DecoderSpec as DecoderSpec
+from megablocks_core.layers.spec import DeltaSpec as DeltaSpec
+from megablocks_core.layers.spec import Mamba1Spec as Mamba1Spec
+from megablocks_core.layers.spec import Mamba2Spec as Mamba2Spec
 from megablocks_core.layers.spec import MoESpec as MoESpec

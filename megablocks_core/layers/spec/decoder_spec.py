@@ -26,6 +26,8 @@ from megablocks_core.layers.spec.families import (
     OWN_DROPOUTS,
     SIZES,
 )
+from megablocks_core.layers.spec.hybrid import HYBRID_FIELDS, check_blocks
+from megablocks_core.layers.spec.mixer_specs import DeltaSpec, Mamba1Spec, Mamba2Spec
 from megablocks_core.layers.spec.moe_spec import ENTRIES, MoESpec, read_moe, write_moe
 from megablocks_core.parallel.random.dropout import check_probability
 
@@ -37,7 +39,8 @@ class DecoderSpec:
     Attributes:
         vocab_size: Number of tokens.
         hidden_size: Width of the residual stream.
-        ffn_size: Width inside the feed-forward layers.
+        ffn_size: Width inside the feed-forward layers; as the sizes of heads, 0 in a pattern
+            that has none.
         num_layers: Number of blocks.
         num_heads: Query heads.
         num_kv_heads: Key and value heads; divides ``num_heads``.
@@ -58,12 +61,24 @@ class DecoderSpec:
         initializer_range: Standard deviation of the initial values.
         pad_token_id: A token whose embedding is zero at first and receives no gradient.
         moe: Its mixtures of experts, which stand in place of feed-forward layers; ``None``: none.
+        pattern: One letter a block, see ``layers.spec.pattern``; ``None``: every block is
+            attention and a feed-forward layer or experts, each behind a norm.
+        mamba: Its Mamba blocks, if the pattern has some.
+        delta: Its gated delta nets, if the pattern has some.
+        gated_mlp: Feed-forward layers are ``GatedMLP``, not ``MLP``.
+        rope: Attention turns queries and keys by their positions.
+        rotary_dim: How many features of a head are turned; ``None``: all.
+        attention_scale: Of the products of queries and keys; default 1 / sqrt(head_dim).
+        embedding_scale: Of the embeddings.
+        residual_scale: Of what each block adds.
+        logits_scale: Of the logits.
+        float32_residual: The residual stream is float32 where parameters are narrower.
         family: ``model_type`` in a config.
         extra: Entries of a config that do not change the model, such as ``eos_token_id``.
 
     Raises:
-        ValueError: A size is not positive, heads do not divide, a name is unknown, or a dropout
-            is no probability.
+        ValueError: A size is not positive, heads do not divide, a name is unknown, a dropout
+            is no probability, or the pattern and the specs of its blocks do not agree.
     """
 
     vocab_size: int
@@ -88,14 +103,23 @@ class DecoderSpec:
     initializer_range: float = 0.02
     pad_token_id: int | None = None
     moe: MoESpec | None = None
+    pattern: str | None = None
+    mamba: Mamba1Spec | Mamba2Spec | None = None
+    delta: DeltaSpec | None = None
+    gated_mlp: bool = True
+    rope: bool = True
+    rotary_dim: int | None = None
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    float32_residual: bool = False
     family: str = "llama"
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in SIZES.values():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.num_heads % self.num_kv_heads:
+        check_blocks(self)
+        if self.num_heads and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"
             )
@@ -182,14 +206,14 @@ class DecoderSpec:
             )
         if self.moe is not None and self.family not in ENTRIES:
             raise ValueError(f"moe={self.moe} has no place in a config of {self.family!r}")
+        for name, plain in (HYBRID_FIELDS | dict.fromkeys(OWN_DROPOUTS, 0.0)).items():
+            if (value := getattr(self, name)) != plain:
+                raise ValueError(f"{name}={value!r} has no place in a config of {self.family!r}")
         fixed = FAMILIES[self.family]
         for name in ("qk_norm", "attention_bias", "mlp_bias"):
             value = getattr(self, name)
             if value != fixed.get(name, bool(value)):
                 raise ValueError(f"{name}={value!r} has no place in a config of {self.family!r}")
-        for name in OWN_DROPOUTS:
-            if rate := getattr(self, name):
-                raise ValueError(f"{name}={rate} has no place in a config of {self.family!r}")
         for name in fixed:
             config.pop(name, None)
         if self.family == "mistral":
