@@ -5,10 +5,13 @@
 
 Each block has routed experts and a shared one behind a sigmoid router, whose loads a selection
 bias evens out without a loss. The text is the Python standard library's source, as bytes, unless
---data names other text. The report is OUT/report.html; the losses are the same at any layout.
+--data names other text. The losses are the same at any layout. The report is OUT/report.html; it
+needs matplotlib (``pip install 'megablocks-core[report]'``), and ``megablocks-report OUT`` writes
+it again.
 """
 
 import argparse
+import math
 import os
 import sys
 from functools import partial
@@ -52,11 +55,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, nargs="*", default=[], help="files, folders, .jsonl")
     add("--tp", type=int, default=1, help="tensor-parallel ranks")
     add("--ep", type=int, default=1, help="ranks that share the experts")
-    add("--steps", type=int, default=200)
-    add("--batch-size", type=int, default=8, help="sequences in a step, all ranks")
-    add("--bias-rate", type=float, default=0.01, help="a step of the selection bias")
+    add("--steps", type=count, default=200)
+    add("--batch-size", type=count, default=8, help="sequences in a step, all ranks")
+    add("--bias-rate", type=rate, default=0.01, help="a step of the selection bias")
     add("--dtype", default="float32", choices=["float32", "float64"])
     return parser.parse_args(arguments)
+
+
+def count(text: str) -> int:
+    """A number from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A finite number from 0 on."""
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and finite")
+    return float(text)
 
 
 def mixture(mesh: Mesh, dtype: torch.dtype) -> MoE:
@@ -116,13 +133,15 @@ class Model(nn.Module):
 
 
 def batches(options: argparse.Namespace, mesh: Mesh) -> data.Loader:
-    """Batches of the standard library's text, tokenized by the first rank."""
+    """Batches of the text, which the first rank tokenizes; each is one micro-batch a rank."""
     dp, world = mesh.group("dp"), mesh.group("tp", "dp")
+    if options.batch_size % dp.size:
+        raise ValueError(f"--batch-size {options.batch_size} must divide over {dp.size} ranks")
     with together("reading the text", group=world, raises=OSError):
         if world.rank == 0:
-            options.out.mkdir(parents=True)
             texts = data.read_texts(*(options.data or data.standard_library()))
             pieces = data.shuffled_pieces(texts, max_bytes=2_000_000)
+            options.out.mkdir(parents=True)  # refuses the folder of another run
             data.write_byte_documents(pieces, options.out / "tokens")
     samples = data.GPTDataset(
         data.IndexedDataset(options.out / "tokens"),
@@ -148,17 +167,16 @@ def train(options: argparse.Namespace) -> list[float]:
     progress = Progress(options.steps, group=world)
     loader = batches(options, mesh)
     with RunFolder(options.out, record={"label": mesh.describe()}, group=world) as run:
-        for step, (micro_batches, num_tokens) in enumerate(loader):
-            for batch in micro_batches:
-                logits, loads = called(batch["tokens"].view(-1, LENGTH))
-                labels = batch["labels"].view(-1, LENGTH)
-                each = vocab_parallel_cross_entropy(
-                    logits, labels, vocab_size=data.VOCAB_SIZE, reduction="none", group=tp
-                )
-                mask = batch["loss_mask"].view(-1, LENGTH)
-                loss = (each * mask).sum()
-                (loss / num_tokens).backward()  # and summed over the ranks
-                metrics.add("loss", loss, mask.sum())
+        for step, ((batch,), num_tokens) in enumerate(loader):
+            logits, loads = called(batch["tokens"].view(-1, LENGTH))
+            labels = batch["labels"].view(-1, LENGTH)
+            each = vocab_parallel_cross_entropy(
+                logits, labels, vocab_size=data.VOCAB_SIZE, reduction="none", group=tp
+            )
+            mask = batch["loss_mask"].view(-1, LENGTH)
+            loss = (each * mask).sum()
+            (loss / num_tokens).backward()  # and summed over the ranks
+            metrics.add("loss", loss, mask.sum())
             norm = clip_grad_norm_(called, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -182,8 +200,10 @@ def main() -> None:
         dist.init_process_group("gloo")
     try:
         train(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("stopped")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
