@@ -13,16 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from megablocks_core.groups import LOCAL, Mesh, chunk_slice, marks
-from megablocks_core.layers.attention import Attention
 from megablocks_core.layers.attention.causal import document_positions
-from megablocks_core.layers.decoder_layer import DecoderLayer
+from megablocks_core.layers.blocks import BlockBuilder
 from megablocks_core.layers.dropping import ids_of_tokens, own_tokens
-from megablocks_core.layers.feed_forward import (
-    Losses,
-    counted_tokens,
-    feed_forward,
-    routing_losses,
-)
+from megablocks_core.layers.feed_forward import Losses, counted_tokens, routing_losses
 from megablocks_core.layers.linear import LinearFactory, blank_linear
 from megablocks_core.layers.moe import Routing
 from megablocks_core.layers.norm import RMSNorm, on_part
@@ -77,7 +71,7 @@ class _Trunk(nn.Module):
     """The parts of a decoder before its head, under Hugging Face's names."""
 
     def __init__(
-        self, embed_tokens: VocabParallelEmbedding, layers: list[DecoderLayer], norm: nn.Module
+        self, embed_tokens: VocabParallelEmbedding, layers: list[nn.Module], norm: nn.Module
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
@@ -141,31 +135,25 @@ class Decoder(nn.Module):
         self.spec = spec
         self.tp = LOCAL if mesh is None else mesh.group("tp")
         self.sequence_parallel = sequence_parallel
-        self.rotary = RotaryEmbedding(spec.head_dim, base=spec.rope_base, scaling=spec.rope_scaling)
+        self.rotary = None
+        if spec.rope and spec.head_dim:
+            self.rotary = RotaryEmbedding(
+                spec.head_dim,
+                rotary_dim=spec.rotary_dim,
+                base=spec.rope_base,
+                scaling=spec.rope_scaling,
+            )
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         parallel = {"sequence_parallel": sequence_parallel, **place}
-        projections = {"linear": linear or blank_linear, "tp": self.tp, **parallel}
         make_norm = partial(norm or RMSNorm, eps=spec.norm_eps, **place)
-        layers = [
-            DecoderLayer(
-                spec.hidden_size,
-                attention=_attention(
-                    spec, self.rotary, make_norm, f"{name}.self_attn", projections
-                ),
-                feed_forward=feed_forward(
-                    spec,
-                    number,
-                    mesh=mesh,
-                    experts=experts,
-                    stream=f"{name}.mlp",
-                    projections=projections,
-                ),
-                norm=make_norm,
-                hidden_dropout=spec.hidden_dropout,
-                stream=name,
-            )
-            for number, name in ((n, f"model.layers.{n}") for n in range(spec.num_layers))
-        ]
+        layers = BlockBuilder(
+            spec,
+            mesh=mesh,
+            rotary=self.rotary,
+            norm=make_norm,
+            experts=experts,
+            projections={"linear": linear or blank_linear, "tp": self.tp, **parallel},
+        ).blocks("model.layers")
         # Values are drawn once, at the end.
         blank = {**parallel, "group": self.tp, "device": "meta"}
         where = torch.get_default_device() if device is None else device
@@ -291,8 +279,8 @@ class Decoder(nn.Module):
 
         x_tH = self.model.embed_tokens(tokens_T)
         own_index = own_tokens(index_T, sequence_parallel=self.sequence_parallel, group=self.tp)
-        x_tH = self.embedding_dropout(x_tH, index=own_index)
-        tables = self.rotary(positions, dtype=x_tH.dtype)
+        x_tH = _scaled(self.embedding_dropout(x_tH, index=own_index), self.spec.embedding_scale)
+        tables = None if self.rotary is None else self.rotary(positions, dtype=x_tH.dtype)
         routings: list[Routing] = []
         for layer in self.model.layers:
             output = layer(
@@ -308,7 +296,7 @@ class Decoder(nn.Module):
             x_tH = output if isinstance(output, Tensor) else output[0]
             routings += [] if isinstance(output, Tensor) else [output[1]]
         (last_norm,) = on_part(self.model.norm, group=self.tp if self.sequence_parallel else LOCAL)
-        hidden_tH = last_norm(x_tH)
+        hidden_tH = _scaled(last_norm(x_tH), self.spec.logits_scale)
         losses = routing_losses(
             routings,
             num_tokens=counted,
@@ -355,28 +343,10 @@ def _refuse(recompute: Any, *, mesh: Mesh | None, sequence_parallel: bool) -> No
             raise ValueError(f"mesh axis {axis}={mesh.size(axis)} must be 1: it is not served yet")
 
 
+def _scaled(x_tH: Tensor, scale: float) -> Tensor:
+    return x_tH if scale == 1 else scale * x_tH
+
+
 def _is_norm(part: nn.Module) -> bool:
     own = list(part.parameters(recurse=False))
     return bool(own) and all(parameter.dim() == 1 for parameter in own)
-
-
-def _attention(
-    spec: DecoderSpec,
-    rotary: RotaryEmbedding,
-    norm: Callable[..., nn.Module],
-    stream: str,
-    projections: dict[str, Any],
-) -> Attention:
-    return Attention(
-        spec.hidden_size,
-        spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        bias=spec.attention_bias,
-        rotary=rotary,
-        dropout=Dropout(spec.attention_dropout, stream=stream),
-        norm=norm if spec.qk_norm is True else None,
-        projection_norm_eps=spec.norm_eps if spec.qk_norm == "projection" else None,
-        clip=spec.clip_qkv,
-        **projections,
-    )

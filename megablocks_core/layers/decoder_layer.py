@@ -16,7 +16,7 @@ from megablocks_core.parallel import Dropout
 
 
 class DecoderLayer(nn.Module):
-    """One block: ``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
+    """One block: ``x + scale * attention(norm(x))``, then ``x + scale * feed_forward(norm(x))``.
 
     Maps ``x`` [... T H] to ``y`` [... T H], or with a ``MoE`` to ``y`` and its ``Routing``. Forward
     sends 2 all-reduces and backward 2, or what a ``MoE`` sends in place of one of them; under
@@ -31,6 +31,7 @@ class DecoderLayer(nn.Module):
         feed_forward: A ``MoE``, or from tensor to tensor; one whose attribute ``dropout`` is a
             ``Dropout`` is also handed ``dropout_index``.
         norm: Builds a norm from ``hidden_size``.
+        scale: Of what the two layers add.
         hidden_dropout: Dropout of what the two layers add.
         stream: Name of the block, if it drops.
 
@@ -45,6 +46,7 @@ class DecoderLayer(nn.Module):
         attention: Attention,
         feed_forward: nn.Module,
         norm: Callable[[int], nn.Module],
+        scale: float = 1.0,
         hidden_dropout: float = 0.0,
         stream: str = "",
     ) -> None:
@@ -53,6 +55,7 @@ class DecoderLayer(nn.Module):
         self.mlp = feed_forward
         self.input_layernorm = norm(hidden_size)
         self.post_attention_layernorm = norm(hidden_size)
+        self.scale = scale
         self.post_attention_dropout, self.post_mlp_dropout = (
             Dropout(hidden_dropout, stream=stream and f"{stream}.{name}")
             for name in ("post_attention_dropout", "post_mlp_dropout")
@@ -84,14 +87,17 @@ class DecoderLayer(nn.Module):
             sequence_parallel=self.self_attn.sequence_parallel,
             group=self.self_attn.tp,
         )
-        x_TH = x_TH + self.post_attention_dropout(attended_TH, index=own_index)
+        x_TH = x_TH + self._scaled(self.post_attention_dropout(attended_TH, index=own_index))
         normed_TH = second_norm(x_TH)
         if isinstance(self.mlp, MoE):
             mlp_TH, routing = self.mlp(normed_TH, mask=mask)
-            return x_TH + self.post_mlp_dropout(mlp_TH, index=own_index), routing
+            return x_TH + self._scaled(self.post_mlp_dropout(mlp_TH, index=own_index)), routing
         drops = isinstance(getattr(self.mlp, "dropout", None), Dropout)
         mlp_TH = self.mlp(normed_TH, **(words if drops else {}))
-        return x_TH + self.post_mlp_dropout(mlp_TH, index=own_index)
+        return x_TH + self._scaled(self.post_mlp_dropout(mlp_TH, index=own_index))
+
+    def _scaled(self, added_TH: Tensor) -> Tensor:
+        return added_TH if self.scale == 1 else self.scale * added_TH
 
     def _norms(self) -> list[Callable[[Tensor], Tensor]]:
         attention = self.self_attn

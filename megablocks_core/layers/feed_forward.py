@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, Mesh, reduce_from
-from megablocks_core.layers.mlp import GatedMLP
+from megablocks_core.layers.mlp import MLP, GatedMLP
 from megablocks_core.layers.moe import (
     AllToAllDispatcher,
     GroupedExperts,
@@ -27,7 +27,7 @@ from megablocks_core.parallel import Dropout
 
 Losses = dict[str, list[tuple[Tensor, Tensor]]]
 
-# Gated experts by the names of Hugging Face's configs.
+# Experts, gated and not, by the names of Hugging Face's configs.
 _GATED = {
     "silu": "swiglu",
     "swish": "swiglu",
@@ -35,36 +35,40 @@ _GATED = {
     "gelu_new": "geglu_tanh",
     "gelu_pytorch_tanh": "geglu_tanh",
 }
+_PLAIN = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
 
 
 def feed_forward(
     spec: DecoderSpec,
-    layer: int,
     *,
-    mesh: Mesh | None,
     experts: Callable[..., nn.Module] | None,
     stream: str,
     projections: dict[str, Any],
 ) -> nn.Module:
-    """A ``GatedMLP``, or the ``MoE`` of a layer that has experts.
+    """A ``GatedMLP``, or an ``MLP`` where the spec says so.
 
     Args:
         spec: Of the model.
-        layer: Its number.
-        mesh: Experts are cut over its ``expert`` axes ep and etp.
-        experts: In place of ``GroupedExperts``, or of ``GatedMLP`` in a model without experts.
+        experts: In a model without experts, called in place of ``GatedMLP`` or ``MLP``.
         stream: Name of the part, if it drops.
         projections: Of feed-forward layers: ``linear``, ``tp``, ``sequence_parallel``, ``device``
             and ``dtype``.
 
     Raises:
-        ValueError: Sizes do not divide evenly over the mesh, or experts have no such activation.
+        ValueError: Sizes do not divide evenly over the mesh.
     """
-    if spec.moe is not None and spec.moe.is_sparse(layer):
-        return _mixture(spec, spec.moe, mesh, experts, projections)
     drops = spec.activation_dropout > 0  # What experts= builds need not know of it otherwise.
     dropout = {"dropout": Dropout(spec.activation_dropout, stream=stream)} if drops else {}
-    build = GatedMLP if experts is None or spec.moe is not None else experts
+    own = GatedMLP if spec.gated_mlp else MLP
+    build = own if experts is None or spec.moe is not None else experts
     return build(
         spec.hidden_size,
         spec.ffn_size,
@@ -72,6 +76,66 @@ def feed_forward(
         bias=spec.mlp_bias,
         **dropout,
         **projections,
+    )
+
+
+def mixture(
+    spec: DecoderSpec,
+    moe: MoESpec,
+    *,
+    mesh: Mesh | None,
+    experts: Callable[..., nn.Module] | None,
+    projections: dict[str, Any],
+) -> MoE:
+    """The mixture of experts of a block.
+
+    Args:
+        spec: Of the model.
+        moe: Of its experts.
+        mesh: Experts are cut over its ``expert`` axes ep and etp.
+        experts: In place of ``GroupedExperts``.
+        projections: As of ``feed_forward``.
+
+    Raises:
+        ValueError: Sizes do not divide evenly over the mesh, or experts have no such activation.
+    """
+    activations = _GATED if spec.gated_mlp else _PLAIN
+    if spec.activation not in activations:
+        raise ValueError(f"activation={spec.activation!r} must be one of {', '.join(activations)}")
+    ep, etp = (LOCAL if mesh is None else mesh.expert.group(axis) for axis in ("ep", "etp"))
+    tp, sharded = projections["tp"], projections["sequence_parallel"]
+    place = {name: projections[name] for name in ("device", "dtype")}
+    blank = partial(_blank, **place)
+    hidden, number = spec.hidden_size, moe.num_experts
+    router = blank(
+        TopKRouter,
+        hidden,
+        num_experts=number,
+        top_k=moe.top_k,
+        score=moe.score,
+        renormalize=moe.renormalize,
+        group=tp if sharded else LOCAL,
+    )
+    dispatcher = LocalDispatcher()
+    if max(group.size for group in (ep, etp, tp)) > 1:
+        tokens = "sharded" if sharded else "replicated"
+        dispatcher = AllToAllDispatcher(num_experts=number, ep=ep, etp=etp, tp=tp, tokens=tokens)
+    sizes = (number, hidden, moe.ffn_size)
+    options = {"activation": activations[spec.activation], "ep": ep, "etp": etp}
+    shared = gate = None
+    if moe.shared_ffn_size:
+        kind = GatedMLP if spec.gated_mlp else partial(MLP, bias=False)
+        shared = kind(hidden, moe.shared_ffn_size, activation=spec.activation, **projections)
+    if moe.shared_gate:
+        gate = blank(nn.Linear, hidden, 1, bias=False)
+    return MoE(
+        router=router,
+        dispatcher=dispatcher,
+        experts=blank(GroupedExperts, *sizes, **options)
+        if experts is None
+        else experts(*sizes, **options, **place),
+        shared=shared,
+        shared_gate=gate,
     )
 
 
@@ -136,51 +200,6 @@ def counted_tokens(
         lengths = nn.functional.pad(cu_seqlens.long().diff(), (0, 1))
         mask = mask & (index - starts[document] < lengths[document])
     return mask.expand(*tokens_T.shape[:-1], -1)
-
-
-def _mixture(
-    spec: DecoderSpec,
-    moe: MoESpec,
-    mesh: Mesh | None,
-    experts: Callable[..., nn.Module] | None,
-    projections: dict[str, Any],
-) -> MoE:
-    if spec.activation not in _GATED:
-        raise ValueError(f"activation={spec.activation!r} must be one of {', '.join(_GATED)}")
-    ep, etp = (LOCAL if mesh is None else mesh.expert.group(axis) for axis in ("ep", "etp"))
-    tp, sharded = projections["tp"], projections["sequence_parallel"]
-    place = {name: projections[name] for name in ("device", "dtype")}
-    blank = partial(_blank, **place)
-    hidden, number = spec.hidden_size, moe.num_experts
-    router = blank(
-        TopKRouter,
-        hidden,
-        num_experts=number,
-        top_k=moe.top_k,
-        score=moe.score,
-        renormalize=moe.renormalize,
-        group=tp if sharded else LOCAL,
-    )
-    dispatcher = LocalDispatcher()
-    if max(group.size for group in (ep, etp, tp)) > 1:
-        tokens = "sharded" if sharded else "replicated"
-        dispatcher = AllToAllDispatcher(num_experts=number, ep=ep, etp=etp, tp=tp, tokens=tokens)
-    sizes = (number, hidden, moe.ffn_size)
-    options = {"activation": _GATED[spec.activation], "ep": ep, "etp": etp}
-    shared = gate = None
-    if moe.shared_ffn_size:
-        shared = GatedMLP(hidden, moe.shared_ffn_size, activation=spec.activation, **projections)
-    if moe.shared_gate:
-        gate = blank(nn.Linear, hidden, 1, bias=False)
-    return MoE(
-        router=router,
-        dispatcher=dispatcher,
-        experts=blank(GroupedExperts, *sizes, **options)
-        if experts is None
-        else experts(*sizes, **options, **place),
-        shared=shared,
-        shared_gate=gate,
-    )
 
 
 def _blank(

@@ -43,6 +43,7 @@ class Attention(nn.Module):
         head_dim: D; default H / N.
         bias: Biases of all four projections; "qkv" for those of the inputs alone.
         rotary: Position embedding; ``None`` for none.
+        scale: Of the products of queries and keys; default 1 / sqrt(D).
         dropout: Of attention probabilities; with it they are computed in the open.
         sequence_parallel: The ranks hold equal slices of the tokens.
         linear: Builds the projections; default ``parallel_linear``, which see.
@@ -68,6 +69,7 @@ class Attention(nn.Module):
         head_dim: int | None = None,
         bias: bool | Literal["qkv"] = False,
         rotary: RotaryEmbedding | None = None,
+        scale: float | None = None,
         dropout: Dropout | None = None,
         sequence_parallel: bool = False,
         linear: LinearFactory | None = None,
@@ -110,6 +112,8 @@ class Attention(nn.Module):
             )
             self.q_norm, self.k_norm = whole(q_size), whole(kv_size, segments=kv_segments)
         self.rotary = rotary
+        # The product's own scale is the default one.
+        self.query_scale = None if scale is None else scale * self.head_dim**0.5
         self.dropout = dropout or Dropout(0.0)
 
     def forward(
@@ -155,6 +159,7 @@ class Attention(nn.Module):
         if self.rotary is not None:
             cos_Tr, sin_Tr = tables or self.rotary(positions, dtype=q.dtype)
             q, k = rotate(q, cos_Tr, sin_Tr), rotate(k, cos_Tr, sin_Tr)
+        q = q if self.query_scale is None else q * self.query_scale
         rows = q.shape[:-3]
         q, k, v = (y.reshape(-1, *y.shape[-3:]) for y in (q, k, v))
         y = causal_attention(
