@@ -44,6 +44,7 @@ from megablocks_core.parallel.random.dropout import Dropout as Dropout
 from megablocks_core.parallel.random.dropout import DropoutKey as DropoutKey
 from megablocks_core.parallel.random.dropout import dropout as dropout
 from megablocks_core.parallel.random.dropout_modules import dropout_modules as dropout_modules
+from megablocks_core.parallel.sequence import SequenceCut as SequenceCut
 from megablocks_core.parallel.sharded_optimizer.pieces import (
     StochasticRounding as StochasticRounding,
 )
