@@ -119,6 +119,8 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
         "kv": config.get("num_key_value_heads", heads) * head,
         "experts": _num_experts(config),
         "expert": config.get("moe_intermediate_size", config["intermediate_size"]),
+        "shared": config.get("shared_expert_intermediate_size", 0),
+        "one": 1,
     }
 
 
@@ -164,24 +166,42 @@ _FRAME = (
     Weight("model.norm.weight", "hidden"),
     Weight("lm_head.weight", "vocab hidden"),
 )
-_MLP_SHAPES = {"gate": "ffn hidden", "up": "ffn hidden", "down": "hidden ffn"}
-_EXPERT_SHAPES = {"gate": "expert hidden", "up": "expert hidden", "down": "hidden expert"}
+
+
+def _mlp_shapes(width: str) -> dict[str, str]:
+    return {"gate": f"{width} hidden", "up": f"{width} hidden", "down": f"hidden {width}"}
 
 
 def _mlp(sparse: bool | None = None) -> tuple[Weight, ...]:
     return tuple(
         Weight(f"model.layers.{{}}.mlp.{name}_proj.weight", shape, sparse=sparse)
-        for name, shape in _MLP_SHAPES.items()
+        for name, shape in _mlp_shapes("ffn").items()
     )
+
+
+def _shared_expert() -> tuple[Weight, ...]:
+    """An expert of all tokens, with a gate."""
+    block = "model.layers.{}.mlp"
+    parts = tuple(
+        Weight(
+            f"{block}.shared_expert.{name}_proj.weight",
+            shape,
+            ours=f"{block}.shared_experts.{name}_proj.weight",
+            sparse=True,
+        )
+        for name, shape in _mlp_shapes("shared").items()
+    )
+    return (*parts, Weight(f"{block}.shared_expert_gate.weight", "one hidden", sparse=True))
 
 
 def _experts(block: str, **names: str) -> tuple[Weight, ...]:
     """A router and experts whose parts have these on-disk names."""
     ours = "model.layers.{}.mlp"
     theirs = f"model.layers.{{}}.{block}"
+    shapes = _mlp_shapes("expert")
     pairs = [("gate.weight", "gate.weight", "experts hidden")]
     pairs += [
-        (f"experts.{{}}.{name}.weight", f"experts.{{}}.{part}_proj.weight", _EXPERT_SHAPES[part])
+        (f"experts.{{}}.{name}.weight", f"experts.{{}}.{part}_proj.weight", shapes[part])
         for part, name in names.items()
     ]
     return tuple(
@@ -232,6 +252,22 @@ FAMILIES = {
         "MixtralForCausalLM",
         (*_FRAME, *_experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
         {"num_key_value_heads": 8, "num_experts": 8},
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        (
+            *_FRAME,
+            *_attention_biases(None, *"qkv"),
+            *_mlp(sparse=False),
+            *_experts("mlp", **_PROJECTIONS),
+            *_shared_expert(),
+        ),
+        {
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts": 60,
+        },
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",

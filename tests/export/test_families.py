@@ -35,6 +35,16 @@ CASES = [
             {"num_experts": 2, "num_hidden_layers": 5, "decoder_sparse_step": 2}
             | {"mlp_only_layers": [1]},
         ),
+        (
+            "qwen2_moe",
+            {"num_experts": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 14},
+        ),
+        (
+            "qwen2_moe",
+            {"num_experts": 2, "num_hidden_layers": 4, "decoder_sparse_step": 2}
+            | {"mlp_only_layers": [1], "moe_intermediate_size": 12}
+            | {"shared_expert_intermediate_size": 14},
+        ),
         ("olmoe", {"num_experts": 3, "head_dim": 4, "attention_bias": True}),
     )
     for tied in (False, True)
@@ -53,7 +63,7 @@ def test_schema_is_what_transformers_writes(tmp_path, family, options):
 def test_f_176_absent_entries_mean_what_transformers_takes_them_for(family, tmp_path):
     config = {name: SIZES[name] for name in SIZES if not name.startswith(("num_key", "head_dim"))}
     for absent in ({}, {"num_key_value_heads": None}):
-        if absent and family in ("mistral", "mixtral", "qwen3_moe"):
+        if absent and family in ("mistral", "mixtral", "qwen2_moe", "qwen3_moe"):
             continue  # transformers needs the number there
         given = {**config, "hidden_size": 64, "num_attention_heads": 32, **absent}
         full = transformers.AutoConfig.for_model(family, **given)

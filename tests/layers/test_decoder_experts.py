@@ -40,6 +40,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
         "head_dim": 16,
     },
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 24,
+        "decoder_sparse_step": 2,
+    },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.5},
 }
 # Each with the ranks over which a layer's tokens are split, beside dp.
@@ -76,12 +83,13 @@ def _weights():
 
 
 def _apart(family, name, gradient):
-    """Fused gradients of experts under the names that our own have."""
+    """Gradients under the names that our own have; those of experts are fused."""
+    name = name.replace(".shared_expert.", ".shared_experts.")
     block, _, leaf = name.rpartition(".")
     if leaf == "gate_up_proj":
         gate, up = gradient.chunk(2, 1)
         pairs = (("gate_proj", gate), ("up_proj", up))
-    elif block.endswith("experts"):
+    elif block.endswith(".experts"):
         pairs = ((leaf, gradient),)
     else:
         return {name: gradient}
@@ -156,7 +164,10 @@ def test_logits_and_gradients_are_those_of_transformers_at_any_layout(tmp_path, 
 @ranks(4, timeout=300)
 @pytest.mark.parametrize(
     "family",
-    ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "olmoe"))],
+    [
+        "mixtral",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "mixtral"),
+    ],
 )
 def test_every_layout_writes_the_same_bytes_and_reads_the_others(tmp_path, family):
     world = Mesh().group("dp")

@@ -24,6 +24,7 @@ from megablocks_core.layers.spec.families import (
     FAMILIES,
     OPTIONS,
     OWN_DROPOUTS,
+    REQUIRED,
     SIZES,
 )
 from megablocks_core.layers.spec.hybrid import HYBRID_FIELDS, check_blocks
@@ -180,7 +181,7 @@ class DecoderSpec:
         values["moe"] = read_moe(entries, family, values["ffn_size"])
         kept = (*KEPT, *KEPT_OF_EXPERTS) if family in ENTRIES else KEPT
         values["extra"] = {key: entries.take(key) for key in kept if key in entries}
-        entries.finish()
+        entries.finish(REQUIRED.get(family))
         return cls(**values)
 
     def to_hf(self) -> dict[str, Any]:

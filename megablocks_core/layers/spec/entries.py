@@ -55,10 +55,11 @@ class Entries:
             raise ValueError(f"config must have {key!r}")
         return self.left.pop(key)
 
-    def finish(self) -> None:
-        """Raise if an entry that is left asks for something."""
-        if self.take("pretraining_tp", 1) != 1:
-            raise ValueError("pretraining_tp must be 1")
+    def finish(self, required: Mapping[str, Any] | None = None) -> None:
+        """Raise if an entry that is left asks for something, or a required one for another."""
+        for key, value in {"pretraining_tp": 1, **(required or {})}.items():
+            if (found := self.take(key, value)) != value:
+                raise ValueError(f"{key}={found!r} must be {value!r}")
         on = {key: value for key, value in self.left.items() if value and key not in INERT}
         if on:
             raise ValueError(f"config asks for what a Decoder does not have: {on}")

@@ -31,21 +31,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qk_norm": False, "attention_bias": "qkv", "mlp_bias": False},
     "qwen3": {"qk_norm": True, "mlp_bias": False},
     "mixtral": {"qk_norm": False, "attention_bias": False, "mlp_bias": False},
+    "qwen2_moe": {"qk_norm": False, "attention_bias": "qkv", "mlp_bias": False},
     "qwen3_moe": {"qk_norm": True, "mlp_bias": False},
     "olmoe": {"qk_norm": "projection", "mlp_bias": False},
 }
 # What an absent entry means, where that is not what it means in Llama's config.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen2_moe": {"num_key_value_heads": 16},
     "qwen3_moe": {"num_key_value_heads": 4},
     "olmoe": {"rms_norm_eps": 1e-5},
 }
+# What an entry must be where it is there: nothing else is built.
+REQUIRED: dict[str, dict[str, Any]] = {"qwen2_moe": {"qkv_bias": True}}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
 }

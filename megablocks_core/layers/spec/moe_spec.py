@@ -52,28 +52,39 @@ class MoESpec:
         return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
 
 
-# What a family's config calls the fields, and what an absent entry means.
+_QWEN = {
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "ffn_size",
+    "norm_topk_prob": "renormalize",
+    "decoder_sparse_step": "sparse_step",
+    "mlp_only_layers": "dense_layers",
+}
+# What a family's config calls the fields, what an absent entry means, and what has no entry.
 ENTRIES: dict[str, dict[str, str]] = {
     "mixtral": {"num_local_experts": "num_experts", "num_experts_per_tok": "top_k"},
-    "qwen3_moe": {
-        "num_experts": "num_experts",
-        "num_experts_per_tok": "top_k",
-        "moe_intermediate_size": "ffn_size",
-        "norm_topk_prob": "renormalize",
-        "decoder_sparse_step": "sparse_step",
-        "mlp_only_layers": "dense_layers",
-    },
+    "qwen2_moe": {**_QWEN, "shared_expert_intermediate_size": "shared_ffn_size"},
+    "qwen3_moe": _QWEN,
     "olmoe": {
         "num_experts": "num_experts",
         "num_experts_per_tok": "top_k",
         "norm_topk_prob": "renormalize",
     },
 }
+_QWEN_DEFAULTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen3_moe": {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()},
+    "qwen2_moe": {
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        **_QWEN_DEFAULTS,
+    },
+    "qwen3_moe": _QWEN_DEFAULTS,
     "olmoe": {"norm_topk_prob": False},
 }
+_FIXED: dict[str, dict[str, Any]] = {"qwen2_moe": {"shared_gate": True}}
 
 
 def read_moe(entries: Entries, family: str, ffn_size: int) -> MoESpec | None:
@@ -86,7 +97,7 @@ def read_moe(entries: Entries, family: str, ffn_size: int) -> MoESpec | None:
     for key, value in _DEFAULTS[family].items():
         entries.default(key, value)
     values = {name: entries.need(key) for key, name in ENTRIES[family].items()}
-    return MoESpec(**{"ffn_size": ffn_size, **values})
+    return MoESpec(**{"ffn_size": ffn_size, **values, **_FIXED.get(family, {})})
 
 
 def write_moe(moe: MoESpec | None, family: str, ffn_size: int) -> dict[str, Any]:
@@ -99,9 +110,10 @@ def write_moe(moe: MoESpec | None, family: str, ffn_size: int) -> dict[str, Any]
     if moe is None or not names:
         return {}
     config = {key: getattr(moe, name) for key, name in names.items()}
-    fixed = MoESpec(moe.num_experts, moe.top_k, ffn_size)
-    for name in MoESpec.__dataclass_fields__:
-        value, only = getattr(moe, name), getattr(fixed, name)
+    plain = MoESpec(moe.num_experts, moe.top_k, ffn_size)
+    fixed = {name: getattr(plain, name) for name in MoESpec.__dataclass_fields__}
+    for name, only in {**fixed, **_FIXED.get(family, {})}.items():
+        value = getattr(moe, name)
         if name not in names.values() and value != only:
             raise ValueError(f"moe.{name}={value!r} must be {only!r} in a config of {family!r}")
     return {

@@ -12,6 +12,7 @@ from transformers import (
     MixtralConfig,
     OlmoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -53,6 +54,9 @@ CONFIGS = [
         mlp_only_layers=[1],
     ),
     OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, clip_qkv=3.0, eos_token_id=1),
+    Qwen2MoeConfig(
+        **SIZES, num_experts=8, moe_intermediate_size=20, shared_expert_intermediate_size=24
+    ),
 ]
 
 
@@ -114,6 +118,10 @@ def test_older_names_of_the_rotary_entries_are_read():
         ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "top_k=2 must not be above"),
         ({"model_type": "olmoe"}, "must have 'num_experts'"),
+        ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias=False must be True"),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window"),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 0}, "shared_ffn_size=0"),
+        ({"qkv_bias": True}, "qkv_bias"),
         ({"model_type": "qwen3_moe", "use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "qwen3", "clip_qkv": 2.0}, "clip_qkv"),
         (
@@ -168,17 +176,21 @@ def _llama(**entries):
 
 
 def test_every_field_of_experts_comes_from_the_config():
-    mixtral, qwen3_moe, olmoe = (DecoderSpec.from_hf(config) for config in CONFIGS[5:])
+    mixtral, qwen3_moe, olmoe, qwen2_moe = (DecoderSpec.from_hf(each) for each in CONFIGS[5:])
     assert mixtral.moe == MoESpec(4, 3, 48)
     assert mixtral.extra["router_aux_loss_coef"] == 0.5 and mixtral.rope_base == 1e6
     assert qwen3_moe.moe == MoESpec(8, 3, 20, sparse_step=2, dense_layers=(1,))
     assert olmoe.moe == MoESpec(4, 2, 48, renormalize=False)
     assert (olmoe.qk_norm, olmoe.clip_qkv) == ("projection", 3.0)
+    shared = {"shared_ffn_size": 24, "shared_gate": True}
+    assert qwen2_moe.moe == MoESpec(8, 4, 20, renormalize=False, **shared)
+    assert qwen2_moe.attention_bias == "qkv"
 
 
 def test_entries_of_experts_that_are_absent_mean_what_they_mean_in_transformers():
     for family, entries in (
         ("mixtral", {}),
+        ("qwen2_moe", {"num_attention_heads": 16}),
         ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 20, "num_experts_per_tok": 2}),
         ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 1}),
     ):

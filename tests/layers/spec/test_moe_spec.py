@@ -45,6 +45,8 @@ def test_both_names_of_the_number_of_experts_are_read():
         ("olmoe", MoESpec(4, 2, 9, sparse_step=2)),
         ("qwen3_moe", MoESpec(4, 2, 8, score="sigmoid")),
         ("qwen3_moe", MoESpec(4, 2, 8, shared_ffn_size=8)),
+        ("qwen2_moe", MoESpec(4, 2, 8, shared_ffn_size=8)),
+        ("qwen2_moe", MoESpec(4, 2, 8)),
     ],
 )
 def test_features_that_a_family_cannot_name_are_not_written(family, moe):
