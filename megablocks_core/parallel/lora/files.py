@@ -1,7 +1,7 @@
 """Adapters as files, in the format of Hugging Face's peft, which loads them and whose it loads.
 
-A folder holds ``adapter_model.safetensors`` (whole factors by the name of their layer) and
-``adapter_config.json``.
+A folder holds ``adapter_model.safetensors`` (whole factors by the name of their layer, which for
+a stack is that of each matrix) and ``adapter_config.json``.
 """
 
 import json
@@ -26,14 +26,10 @@ from megablocks_core.groups import (
     together,
     whole_tensor,
 )
-from megablocks_core.parallel.lora.layers import (
-    clean_module_name,
-    factors_of,
-    modules_by_name,
-    place_of,
-)
+from megablocks_core.groups.stacks import Stack
+from megablocks_core.parallel.lora.layers import modules_by_name
 from megablocks_core.parallel.lora.lora import adapt
-from megablocks_core.parallel.tensor.adapters import adapted_layers
+from megablocks_core.parallel.lora.sites import Site, StackSite, adapted_sites, sites_of
 
 _TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -78,12 +74,14 @@ def save_lora(module: nn.Module, path: str | os.PathLike[str], *, group: Group =
         _require_all_holders(module, group)
     tensors: dict[str, Tensor] = {}
     adapters = {}
-    for name, layer, adapter in adapted_layers(module):
-        name = clean_module_name(name)
-        adapters[name] = adapter
-        for leaf, factor in factors_of(layer):
-            whole = whole_tensor(factor.weight, specs_of(factor, "weight")).cpu().contiguous()
-            tensors[_PREFIX + _stored_name(name, leaf)] = whole
+    for site in adapted_sites(module):
+        names = site.layers()
+        adapters |= dict.fromkeys(names, site.adapter)
+        for leaf, factor in site.factors():
+            whole = whole_tensor(factor.weight, specs_of(factor, "weight")).cpu()
+            matrices = whole.unbind(0) if isinstance(site, StackSite) else [whole]
+            for name, matrix in zip(names, matrices, strict=True):
+                tensors[_PREFIX + _stored_name(name, leaf)] = matrix.contiguous()
     with together("save_lora", group=group):
         if not adapters:
             raise ValueError("module must have adapters, which add_lora puts there")
@@ -101,8 +99,9 @@ def load_lora(
     """Read adapters that ``save_lora`` or peft wrote into ``module``, cut or not.
 
     A layer that has no adapter gets one, as by ``add_lora``; one that has must have the same
-    rank and scale. Each rank reads its own slices; nothing is sent. A rate of dropout in the
-    settings is a matter of training and is not taken over.
+    rank and scale. The layers of a stack have one rank and scale, and all of them are there.
+    Each rank reads its own slices; nothing is sent. A rate of dropout in the settings is a
+    matter of training and is not taken over.
 
     Args:
         module: A model whose layers have the names that they had when the adapters were saved.
@@ -110,11 +109,12 @@ def load_lora(
         dtype: Of adapters that are added; default that of each layer's weight.
 
     Returns:
-        The names of the layers.
+        The names of the layers, as ``add_lora`` gives them.
 
     Raises:
         ValueError: The settings ask for what is not served, a tensor names no layer of
-            ``module`` or has another shape, or an adapter differs. Nothing was changed.
+            ``module`` or has another shape, a part of a stack is missing, or an adapter
+            differs. Nothing was changed.
     """
     config = json.loads((Path(path) / _CONFIG).read_text())
     for key, served in _SERVED.items():
@@ -122,24 +122,26 @@ def load_lora(
             raise ValueError(f"{_CONFIG}: {key}={config[key]!r} is not served")
     with safe_open(Path(path) / _TENSORS, framework="pt") as file:
         stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        layers = _layers(module, stored)
+        sites = {site.name: (site, factors) for site, factors in _factors(module, stored)}
         settings = {
-            name: (_rank(factors), _alpha(config, name)) for name, factors in layers.items()
+            name: (_rank(factors), _alpha(config, site)) for name, (site, factors) in sites.items()
         }
         adapt(module, settings, rslora=bool(config.get("use_rslora")), dtype=dtype, present=True)
-        _fill(module, layers)
+        for site, factors in sites.values():
+            for leaf, factor in site.factors():
+                load_slices(factor.weight, specs_of(factor, "weight"), factors[leaf])
         _fill_base(module, stored)
-    return tuple(layers)
+    return tuple(sites)
 
 
 def _require_all_holders(module: nn.Module, group: Group) -> None:
-    for name, layer, _ in adapted_layers(module):
-        for _, factor in factors_of(layer):
+    for site in adapted_sites(module):
+        for _, factor in site.factors():
             for spec in specs_of(factor, "weight"):
                 if not set(spec.group.ranks) <= set(group.ranks) and spec.group.size > 1:
                     raise ValueError(
                         f"group of ranks {list(group.ranks)} must include the ranks "
-                        f"{list(spec.group.ranks)}, which hold parts of {name}"
+                        f"{list(spec.group.ranks)}, which hold parts of {site.name}"
                     )
 
 
@@ -202,23 +204,34 @@ def _require_new(target: Path) -> None:
         raise ValueError(f"path={str(target)!r} must be new or an empty folder")
 
 
-def _layers(module: nn.Module, stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The two factors of each layer, by the layer's name."""
-    parts = modules_by_name(module)
+def _factors(module: nn.Module, stored: Mapping[str, Any]) -> list[tuple[Site, dict[str, Any]]]:
+    """The two factors of each site by their names there, those of a stack as stacks."""
     layers: dict[str, dict[str, Any]] = {}
+    sites = {name: site for site in sites_of(module).values() for name in site.layers()}
     for key, tensor in stored.items():
         match = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
-        if match and match[1] in parts:
+        if match and match[1] in sites:
             layers.setdefault(match[1], {})[match[2].removesuffix(".weight")] = tensor
-        elif _base_name(key) not in parts:
+        elif _base_name(key) not in sites:
             raise ValueError(f"{_TENSORS}: {key} names no layer of a {type(module).__name__}")
-    for name, factors in layers.items():
-        _check_factors(name, parts[name], factors)
-    return layers
+    found = []
+    for site in dict.fromkeys(sites[name] for name in layers):
+        for name in site.layers():
+            _check_factors(name, site, layers.get(name, {}))
+        found.append((site, _joined(site, layers)))
+    return found
 
 
-def _check_factors(name: str, layer: nn.Module, factors: Mapping[str, Any]) -> None:
-    place = place_of(name, layer)
+def _joined(site: Site, layers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    names = site.layers()
+    if not isinstance(site, StackSite):
+        return layers[names[0]]
+    parts = {f"{name}.{leaf}": x for name in names for leaf, x in layers[name].items()}
+    return {leaf: Stack(parts, [f"{n}.{leaf}" for n in names]) for leaf in layers[names[0]]}
+
+
+def _check_factors(name: str, site: Site, factors: Mapping[str, Any]) -> None:
+    place = site.place()
     kind = "lora_embedding" if place.embeds else "lora"
     if set(factors) != {f"{kind}_A", f"{kind}_B"}:
         raise ValueError(f"{_TENSORS}: {name} must have {kind}_A and _B, not {sorted(factors)}")
@@ -238,23 +251,22 @@ def _base_name(key: str) -> str | None:
 
 def _rank(factors: Mapping[str, Any]) -> int:
     first = next(tensor for leaf, tensor in factors.items() if leaf.endswith("_A"))
-    return first.get_shape()[0]
+    return first.get_shape()[-2]
 
 
-def _alpha(config: Mapping[str, Any], name: str) -> float:
+def _alpha(config: Mapping[str, Any], site: Site) -> float:
     """peft's rule: a pattern is a regular expression for the last steps of a name."""
-    for pattern, alpha in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", name):
-            return alpha
-    return config["lora_alpha"]
-
-
-def _fill(module: nn.Module, layers: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, layer, _ in adapted_layers(module):
-        stored = layers.get(clean_module_name(name), {})
-        for leaf, factor in factors_of(layer):
-            if stored:
-                load_slices(factor.weight, specs_of(factor, "weight"), stored[leaf])
+    patterns = [
+        (re.compile(rf"(.*\.)?({pattern})"), alpha)
+        for pattern, alpha in (config.get("alpha_pattern") or {}).items()
+    ]
+    found = {
+        next((alpha for match, alpha in patterns if match.fullmatch(name)), config["lora_alpha"])
+        for name in site.layers()
+    }
+    if len(found) > 1:
+        raise ValueError(f"{_CONFIG}: {site.name} must have one alpha, not {sorted(found)}")
+    return found.pop()
 
 
 def _fill_base(module: nn.Module, stored: Mapping[str, Any]) -> None:

@@ -47,6 +47,7 @@ class Place(NamedTuple):
         summed: Whether the gradients of A and B are parts of a sum over them.
         shared: The cut of B, if neighbours hold the same slices.
         embeds: The layer takes ids.
+        stack: (E,) of a stack of E matrices.
     """
 
     shape: tuple[int, int]
@@ -56,6 +57,7 @@ class Place(NamedTuple):
     summed: tuple[bool, bool] = (False, False)
     shared: ShardSpec | None = None
     embeds: bool = False
+    stack: tuple[int, ...] = ()
 
 
 def place_of(name: str, layer: nn.Module) -> Place:
@@ -89,12 +91,14 @@ def place_of(name: str, layer: nn.Module) -> Place:
 
 
 def blank_factors(
-    layer: nn.Module, place: Place, rank: int, dtype: torch.dtype | None
+    weight: nn.Parameter, place: Place, rank: int, dtype: torch.dtype | None
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """Factors without values: what this rank holds of [rank I] and [O rank]."""
-    weight = layer.get_parameter("weight")
+    """Factors without values: what this rank holds of [rank I] and [O rank], or of stacks."""
     outputs, inputs = place.shape
-    shapes = (_held((rank, inputs), place.a_specs), _held((outputs, rank), place.b_specs))
+    shapes = (
+        _held((*place.stack, rank, inputs), place.a_specs),
+        _held((*place.stack, outputs, rank), place.b_specs),
+    )
     a, b = (
         nn.Parameter(torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device))
         for shape in shapes

@@ -6,6 +6,7 @@ https://arxiv.org/abs/2312.03732. What an adapter computes and sends is in ``ada
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -22,13 +23,13 @@ from megablocks_core.parallel.lora.layers import (
     detach,
     factors_of,
     kind_of,
-    modules_by_name,
     place_of,
     share_messages,
     share_of,
     whole_of,
 )
-from megablocks_core.parallel.tensor.adapters import Adapter, adapted_layers, adapter_of
+from megablocks_core.parallel.lora.sites import adapted_sites, sites_of, stacks_of
+from megablocks_core.parallel.tensor.adapters import Adapter, adapted_layers
 
 
 def add_lora(
@@ -51,10 +52,15 @@ def add_lora(
     gradients and initial values are those of one process, before and after
     ``tensor_parallelize``.
 
+    The weights of a mixture's experts are matrices of a stack, layers by the names that they have
+    in files: "experts.*.up_proj". All of a stack get an adapter, each its own; the factors are
+    stacked too.
+
     Forward sends nothing more, but for column-parallel layers under sequence parallelism: an
     all-gather of ``A x``. Backward sends one all-reduce for the factors that are whole, for all
     layers of one parent together, and under sequence parallelism the reduce-scatter of that
-    gather; ``docs/traffic.md`` has the formulas.
+    gather; ``docs/traffic.md`` has the formulas. Experts send one all-reduce over ``etp`` for
+    their whole factors.
 
     Args:
         module: Any model, or a part of one.
@@ -68,14 +74,14 @@ def add_lora(
         dtype: Of the adapters; default that of each layer's weight.
 
     Returns:
-        The names of the adapted layers.
+        The names of the adapted layers; of a stack one, with ``*`` for the number.
 
     Raises:
         ValueError: ``rank`` is no integer, below 1 or above a layer's sizes, ``alpha`` is not
             above 0, the adapters' dtype is none to train in, a pattern matches nothing or
-            matches a module that is not served, a layer has an adapter already, or ``module``
-            is wrapped by a data-parallel wrapper that would not know of new parameters.
-            Nothing was changed.
+            matches a module that is not served or a part of a stack, a layer has an adapter
+            already, or ``module`` is wrapped by a data-parallel wrapper that would not know of
+            new parameters. Nothing was changed.
     """
     names = _matched(module, [patterns] if isinstance(patterns, str) else list(patterns))
     settings = dict.fromkeys(names, (rank, alpha))
@@ -106,16 +112,16 @@ def adapt(
         ValueError: As ``add_lora``; nothing was changed.
     """
     _refuse_wrappers(module)
-    parts = modules_by_name(module)
-    layers = {name: parts[name] for name in settings}
-    places = {name: place_of(name, layer) for name, layer in layers.items()}
+    known = sites_of(module)
+    sites = {name: known[name] for name in settings}
+    places = {name: site.place() for name, site in sites.items()}
     new = []
     for name, (rank, alpha) in settings.items():
         _check(name, places[name], rank, alpha)
-        adapter = adapter_of(layers[name])
+        adapter, weight = sites[name].adapter, sites[name].weight
         if adapter is None:
-            _check_dtype(name, dtype or layers[name].get_parameter("weight").dtype)
-            if hasattr(layers[name].weight, "full_tensor"):
+            _check_dtype(name, dtype or weight.dtype)
+            if hasattr(weight, "full_tensor"):
                 raise ValueError(f"{name}.weight is sharded: add adapters before fully_shard")
             new.append(name)
         elif not present:
@@ -125,20 +131,20 @@ def adapt(
         elif adapter.merged:
             raise ValueError(f"{name} is merged with its adapter: unmerge_lora first")
     _freeze_base(module)
-    if seed is None and not all(layers[name].get_parameter("weight").is_meta for name in new):
+    if seed is None and not all(sites[name].weight.is_meta for name in new):
         seed = draw_key()
     for name in new:
-        layer, (rank, alpha) = layers[name], settings[name]
-        attach(layer, places[name], blank_factors(layer, places[name], rank, dtype), alpha, rslora)
-        for leaf, factor in factors_of(layer):
-            factor.reset_parameters(seed, f"{name}.{leaf}.")
+        site, place, (rank, alpha) = sites[name], places[name], settings[name]
+        site.attach(place, blank_factors(site.weight, place, rank, dtype), alpha, rslora)
+        for leaf, factor in site.factors():
+            factor.reset_parameters(seed, f"{site.path(leaf)}.")
     share_messages(module)
 
 
 def remove_lora(module: nn.Module) -> None:
     """Take all adapters off, in place; merged weights stay as they are. All stays frozen."""
-    for _, layer, _ in list(adapted_layers(module)):
-        detach(layer)
+    for site in adapted_sites(module):
+        site.detach()
     share_messages(module)
 
 
@@ -152,7 +158,9 @@ class Spared(NamedTuple):
 
 
 def spare_adapters(module: nn.Module, *, cut: bool) -> list[Spared]:
-    """Take adapters off before ``module`` is cut, or made whole again.
+    """Take adapters of layers off before ``module`` is cut, or made whole again.
+
+    Those of stacks stay: no plan cuts a stack.
 
     Args:
         module: The model.
@@ -217,23 +225,28 @@ def refuse_peft(module: nn.Module) -> None:
 
 def _freeze_base(module: nn.Module) -> None:
     """Freeze all that is not an adapter's."""
-    kept = {
-        id(factor.weight)
-        for _, _, adapter in adapted_layers(module)
-        for factor in (adapter.a, adapter.b)
-    }
+    kept = {id(factor.weight) for site in adapted_sites(module) for _, factor in site.factors()}
     for parameter in module.parameters():
         if id(parameter) not in kept:
             parameter.requires_grad_(False)
 
 
 def _matched(module: nn.Module, patterns: list[str]) -> list[str]:
-    """The names that patterns match, in the order of the module."""
+    """The names that patterns match: of layers and of whole stacks, in the order of the module."""
     names = [clean_module_name(name) for name, _ in module.named_modules() if name]
-    found, unmatched = chosen(names, patterns, ends=True)
+    stacks = {stack.name: stack.layers() for stack in stacks_of(module)}
+    found, unmatched = chosen([*names, *chain(*stacks.values())], patterns, ends=True)
     if unmatched or not patterns:
         raise ValueError(f"patterns must name layers of {kind_of(module)}, not {unmatched}")
-    return found
+    matched = set(found)
+    for name, layers in stacks.items():
+        number = len(matched.intersection(layers))
+        if 0 < number < len(layers):
+            raise ValueError(
+                f"patterns must match all of {name} or none, not {number} of {len(layers)}"
+            )
+    modules = [name for name in dict.fromkeys(names) if name in matched]
+    return modules + [name for name, layers in stacks.items() if layers[0] in matched]
 
 
 def _check(name: str, place: Place, rank: int, alpha: float) -> None:

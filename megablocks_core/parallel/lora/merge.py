@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.parallel.lora.layers import kind_of
-from megablocks_core.parallel.tensor.adapters import Adapter, adapted_layers
+from megablocks_core.parallel.lora.sites import adapted_sites
+from megablocks_core.parallel.tensor.adapters import Adapter
 
 
 @torch.no_grad()
@@ -21,17 +22,17 @@ def merge_lora(module: nn.Module) -> None:
             sharded by ``fully_shard``. Nothing was changed.
     """
     found = [
-        (name, layer, layer.get_parameter("weight"), adapter)
-        for name, layer, adapter in adapted_layers(module)
-        if not adapter.merged
+        (site, site.weight, site.adapter)
+        for site in adapted_sites(module)
+        if site.adapter is not None and not site.adapter.merged
     ]
-    for name, layer, weight, _ in found:
-        twin = _twin(module, layer, weight)
+    for site, weight, _ in found:
+        twin = _twin(module, site.owner, weight)
         if twin is not None:
-            raise ValueError(f"{name}.weight must not be merged: it is tied to that of {twin}")
+            raise ValueError(f"{site.name}.weight must not be merged: it is tied to that of {twin}")
         if hasattr(weight, "full_tensor"):
-            raise ValueError(f"{name}.weight must not be merged: fully_shard has cut it")
-    for _, _, weight, adapter in found:
+            raise ValueError(f"{site.name}.weight must not be merged: fully_shard has cut it")
+    for _, weight, adapter in found:
         adapter.base = weight.detach().clone()
         weight.copy_(_merged(adapter.base, adapter))
 
@@ -44,9 +45,9 @@ def unmerge_lora(module: nn.Module) -> None:
         ValueError: A weight or an adapter has changed since; nothing was.
     """
     found = [
-        (name, layer.get_parameter("weight"), adapter, adapter.base)
-        for name, layer, adapter in adapted_layers(module)
-        if adapter.base is not None
+        (site.name, site.weight, site.adapter, site.adapter.base)
+        for site in adapted_sites(module)
+        if site.adapter is not None and site.adapter.base is not None
     ]
     for name, weight, adapter, base in found:
         if not torch.equal(weight, _merged(base, adapter)):
@@ -56,10 +57,10 @@ def unmerge_lora(module: nn.Module) -> None:
         adapter.base = None
 
 
-def _twin(module: nn.Module, layer: nn.Module, weight: nn.Parameter) -> str | None:
+def _twin(module: nn.Module, owner: nn.Module, weight: nn.Parameter) -> str | None:
     """The name of another module that holds the same weight."""
     for name, part in module.named_modules():
-        if part is not layer and any(x is weight for x in part._parameters.values()):
+        if part is not owner and any(x is weight for x in part._parameters.values()):
             return name or kind_of(module)
     return None
 

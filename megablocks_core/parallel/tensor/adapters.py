@@ -16,6 +16,9 @@ is used on a part, so its gradient is summed over the ranks; adapters of one blo
 other one message for that. Under sequence parallelism a column layer's ``A`` reads this rank's
 tokens alone, and only ``A x`` is gathered.
 
+The adapter of a stack of matrices, such as the experts', has a pair of factors for each of them:
+A [E R I] and B [E O R], cut as the stack is. The module that holds the stack computes with it.
+
 Dimensions: T tokens, I input features (of an embedding: ids), O output features, R rank.
 """
 
@@ -45,18 +48,28 @@ Start = Literal["uniform", "normal", "zero"]
 
 
 class LoraFactor(nn.Module):
-    """One factor of an adapter: a matrix, or this rank's share of it.
+    """One factor of an adapter: a matrix or a stack of them, or this rank's share of it.
 
     Args:
-        weight: The matrix.
+        weight: The matrix, or the stack.
         specs: Its cuts.
         start: How it starts: "uniform" as a linear layer's weight, "normal" or "zero".
+        each: Names of the matrices of a stack, as ``mark`` takes them.
+        expert: Its copies lie on the expert data-parallel group.
     """
 
-    def __init__(self, weight: nn.Parameter, specs: Sequence[ShardSpec], *, start: Start) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        specs: Sequence[ShardSpec],
+        *,
+        start: Start,
+        each: str | None = None,
+        expert: bool = False,
+    ) -> None:
         super().__init__()
         self.weight, self.start = weight, start
-        mark(self, "weight", *specs)
+        mark(self, "weight", *specs, each=each, expert=expert)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
@@ -69,7 +82,7 @@ class LoraFactor(nn.Module):
         if self.start == "normal":
             normal_(self.weight, key=key, std=1.0, specs=specs)
         else:
-            bound = logical_shape(self.weight, specs)[1] ** -0.5
+            bound = logical_shape(self.weight, specs)[-1] ** -0.5
             uniform_(self.weight, key=key, low=-bound, high=bound, specs=specs)
 
     def extra_repr(self) -> str:
@@ -79,7 +92,7 @@ class LoraFactor(nn.Module):
 
 @dataclass(eq=False)
 class Adapter:
-    """What stands beside one layer's weight.
+    """What stands beside one layer's weight, or beside a stack of weights.
 
     Attributes:
         a: The first factor.
@@ -109,7 +122,7 @@ class Adapter:
     @property
     def rank(self) -> int:
         """R."""
-        return self.a.weight.shape[0]
+        return self.a.weight.shape[-2]
 
     @property
     def scale(self) -> float:
@@ -191,6 +204,15 @@ def _copies(wanted: Sequence[tuple[Adapter, int]]) -> list[Tensor]:
     return copies
 
 
+def factor_copies(adapters: Sequence[Adapter]) -> list[tuple[Tensor, Tensor]]:
+    """Both factors of adapters of one group, with gradients that will be whole.
+
+    Backward sends one all-reduce for those that are used on a part.
+    """
+    copies = _copies([(adapter, which) for adapter in adapters for which in range(2)])
+    return list(zip(copies[::2], copies[1::2], strict=True))
+
+
 def _listed(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tensors
 
@@ -254,9 +276,8 @@ class Lend:
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Hand out copies of the factors."""
         adapters = [x for x in self.adapters if not (x.merged or x.is_sharded)]
-        copies = _copies([(adapter, which) for adapter in adapters for which in range(2)])
-        for index, adapter in enumerate(adapters):
-            adapter.lent = (copies[2 * index], copies[2 * index + 1])
+        for adapter, copies in zip(adapters, factor_copies(adapters), strict=True):
+            adapter.lent = copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,6 +296,17 @@ def adapter_of(layer: nn.Module) -> Adapter | None:
     """The adapter of a layer, merged or not."""
     adapter = layer.__dict__.get("adapter")
     return adapter if isinstance(adapter, Adapter) else None
+
+
+def stack_adapters_of(module: nn.Module) -> dict[str, Adapter] | None:
+    """The adapters of the stacks of ``module`` by the names of these, if it serves adapters.
+
+    A module that does has an attribute ``stack_adapters``, a dict that starts empty. To each
+    product with a stack that has an adapter there, which is not merged, it adds
+    ``scale * B A x`` with factors from ``factor_copies``.
+    """
+    adapters = module.__dict__.get("stack_adapters")
+    return adapters if isinstance(adapters, dict) else None
 
 
 def adapted_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:

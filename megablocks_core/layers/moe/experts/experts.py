@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from megablocks_core.groups import LOCAL, Group, ShardSpec, mark, specs_of, split_evenly
 from megablocks_core.layers.moe.dispatch import Dispatched
 from megablocks_core.layers.moe.experts.activations import ACTIVATIONS
+from megablocks_core.layers.moe.experts.adapted import Adapters, Factors, adapted
 from megablocks_core.layers.moe.experts.block_sparse import block_sparse
-from megablocks_core.layers.moe.experts.forms import capacity, grouped
+from megablocks_core.layers.moe.experts.forms import capacity, grouped, require_capacity
 from megablocks_core.layers.moe.experts.loop import loop
 from megablocks_core.layers.moe.experts.projections import Formula, Projections, Weigh
 from megablocks_core.parallel.initial import key_for, uniform_
+from megablocks_core.parallel.tensor.adapters import Adapter, factor_copies
 
 Form = Literal["grouped", "capacity", "block_sparse", "loop"]
 _TWINS = {"block_sparse": block_sparse, "loop": loop}
@@ -29,7 +31,9 @@ class GroupedExperts(nn.Module):
     """``down_proj(activation(gate_proj(x), up_proj(x)))`` of each place's expert, weighted.
 
     Maps ``Dispatched`` with ``x`` [M H] to ``y`` [N H], zero in empty places. Over ``etp`` each
-    rank has the part of ``y`` that its features give; a dispatcher sums these. Nothing is sent.
+    rank has the part of ``y`` that its features give; a dispatcher sums these. Nothing is sent, but
+    for adapters (``add_lora``): backward all-reduces the gradients of their whole factors over
+    ``etp``, in one message.
 
     Args:
         num_experts: E.
@@ -45,7 +49,8 @@ class GroupedExperts(nn.Module):
         persistent_gradients: Backward of "grouped" and "capacity" adds to the ``.grad`` of a
             parameter itself, where it is a leaf without hooks, and makes it once: with
             ``zero_grad(set_to_none=False)`` no large memory is fresh. ``torch.autograd.grad``
-            does not see these gradients, nor do wrappers that wait for them.
+            does not see these gradients, nor do wrappers that wait for them. With adapters it
+            is without effect.
         ep: The ranks that share the experts.
         etp: The ranks that share the features of each expert.
         device: Of the parameters.
@@ -90,6 +95,7 @@ class GroupedExperts(nn.Module):
         self.weigh: Weigh = weigh
         self.persistent_gradients = persistent_gradients
         self.ep, self.etp = ep, etp
+        self.stack_adapters: dict[str, Adapter] = {}
         self._add_parameters(bias, device, dtype)
         self.reset_parameters()
 
@@ -133,14 +139,25 @@ class GroupedExperts(nn.Module):
 
     def forward(self, dispatched: Dispatched) -> Tensor:
         """Weighted results of the experts here, a row for each place [N H]."""
-        projections = self._projections()
+        projections, adapters = self._projections(), self._adapters()
         device = dispatched.x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             dispatched = dispatched._replace(x=dispatched.x.to(dtype))
             projections = projections.each(lambda tensor: tensor.to(dtype))
+            adapters = adapters and adapters.each(lambda tensor: tensor.to(dtype))
+        x, dtype = dispatched.x, projections.up.dtype
+        if x.shape[-1] != self.hidden_size or x.dtype != dtype:
+            # Also where no token came: other ranks raise, and nobody waits for this one.
+            rule = f"{dtype} [M {self.hidden_size}], as the parameters"
+            raise ValueError(f"x of {x.dtype} and shape {list(x.shape)} must be {rule}")
         if self.form in _TWINS:
+            projections = adapters.added_to(projections) if adapters else projections
             return _TWINS[self.form](dispatched, projections, self.formula)
+        if adapters:
+            if self.form == "capacity":
+                require_capacity(dispatched)
+            return adapted(dispatched, projections, adapters, self.formula)
         persistent = self.persistent_gradients and not torch.compiler.is_compiling()
         compute = capacity if self.form == "capacity" else grouped
         return compute(dispatched, projections, self.formula, persistent=persistent)
@@ -156,6 +173,19 @@ class GroupedExperts(nn.Module):
             self.gate_bias,
             self.up_bias,
             down_bias,
+        )
+
+    def _adapters(self) -> Adapters | None:
+        """Those that are not merged."""
+        active = {name: x for name, x in self.stack_adapters.items() if not x.merged}
+        if not active:
+            return None
+        copies = factor_copies(list(active.values()))
+        return Adapters(
+            **{
+                name.removesuffix("_proj"): Factors(*pair, adapter.scale)
+                for (name, adapter), pair in zip(active.items(), copies, strict=True)
+            }
         )
 
     def extra_repr(self) -> str:

@@ -22,9 +22,14 @@ def capacity(
     Raises:
         ValueError: The tokens were dispatched without a capacity.
     """
+    require_capacity(dispatched)
+    return run(Whole(), dispatched, projections, formula, persistent=persistent)
+
+
+def require_capacity(dispatched: Dispatched) -> None:
+    """Raise for tokens that were dispatched without a capacity."""
     if dispatched.capacity is None:
         raise ValueError("capacity=None of what is dispatched must be a number: form='capacity'")
-    return run(Whole(), dispatched, projections, formula, persistent=persistent)
 
 
 def grouped(
