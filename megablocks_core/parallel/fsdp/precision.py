@@ -24,7 +24,8 @@ class PrecisionPolicy:
         params: The dtype in which parameters are gathered and used; ``None``: their own.
         reduce: The dtype in which gradients are summed over ranks and micro-batches.
         keep_float32: Patterns of logical names of parameters and buffers that stay float32 (a
-            router, a decay); the last steps of a name are enough.
+            router); the last steps of a name are enough. Decays and step sizes of state-space
+            layers do so by themselves.
         cast_inputs: Floating-point inputs of the whole module are cast to ``params``. What
             passes from unit to unit is left alone.
         outputs: The dtype to which floating-point outputs of the whole module are cast.
@@ -56,6 +57,9 @@ AS_THEY_ARE = PrecisionPolicy(params=None, cast_inputs=False)
 def widen_kept(module: nn.Module, policy: PrecisionPolicy) -> set[int]:
     """Make the parameters and buffers that the policy keeps float32; return the parameters' ids.
 
+    A module may keep its own without being asked: its attribute ``keep_float32`` has their names
+    there, such as ("A_log", "dt_bias").
+
     Raises:
         ValueError: A pattern matches neither.
     """
@@ -68,7 +72,8 @@ def widen_kept(module: nn.Module, policy: PrecisionPolicy) -> set[int]:
             f"{found.unmatched}"
         )
     for name, owner, key, tensor in tensors:
-        if name not in found.names or not tensor.is_floating_point():
+        asked = name in found.names or key in getattr(owner, "keep_float32", ())
+        if not asked or not tensor.is_floating_point():
             continue
         if isinstance(tensor, nn.Parameter):
             kept.add(id(tensor))

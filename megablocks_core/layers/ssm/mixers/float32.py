@@ -1,0 +1,42 @@
+"""Parameters that stay float32 whatever a model is converted to: decays and step sizes.
+
+A decay is applied once a token, so an error of its logarithm grows with the length: at 8 bits of
+mantissa a state that should keep half of its value over 100 tokens is off by percents.
+"""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+
+class Float32Parameters(nn.Module):
+    """A module whose own parameters are float32 at least after any conversion.
+
+    Attributes:
+        keep_float32: Names of these parameters, all that the module itself owns. ``fully_shard``
+            reads it, so that a precision policy leaves them alone.
+    """
+
+    keep_float32: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert, but keep the module's own parameters wide."""
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+
+        def wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if not moved.is_floating_point() or moved.dtype.itemsize >= 4:
+                return moved
+            source = moved if tensor.is_meta else tensor
+            return source.to(moved.device, wide_dtype(tensor.dtype))
+
+        return super()._apply(wide, recurse=False)
+
+
+def wide_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """``dtype``, or float32 if that is wider; of ``None`` the default's."""
+    return torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
