@@ -1,5 +1,6 @@
 """Which layers of a decoder have experts, who builds them, and the losses of their routings."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from torch.testing import assert_close
 from megablocks_core.groups import LOCAL, Mesh
 from megablocks_core.layers import Decoder, DecoderSpec, GatedMLP, MoESpec
 from megablocks_core.layers.feed_forward import counted_tokens, routing_losses
-from megablocks_core.layers.moe import GroupedExperts, MoE, load_balance_loss, route_top_k, z_loss
+from megablocks_core.layers.moe import (
+    GroupedExperts,
+    MoE,
+    load_balance_loss,
+    route_top_k,
+    total_loss,
+    z_loss,
+)
 from megablocks_core.parallel import reset_parameters
 from megablocks_core.testing import ranks
 
@@ -47,6 +55,27 @@ def test_injected_experts_take_the_place_of_grouped_ones():
     kinds = [type(getattr(_mlp(decoder, layer), "experts", None)) for layer in range(4)]
     assert kinds == [Own, type(None), Own, Own]
     assert type(_mlp(decoder, 1)) is GatedMLP
+
+
+def test_f074_seven_layers_give_seven_terms_a_step_and_memory_is_flat():
+    """Recomputed training and evaluation in turn, 50 steps; a loss of weight 0 is let go."""
+    torch.manual_seed(0)
+    moe = MoESpec(num_experts=4, top_k=2, ffn_size=4)
+    decoder = Decoder(DecoderSpec(97, 8, 12, 7, 2, 1, 4, moe=moe), recompute="layers.*")
+    alive = []
+    for step in range(50):
+        output = decoder.train()(TOKENS)
+        assert [len(output.losses[name]) for name in ("load_balance", "z")] == [7, 7]
+        assert [int(load.sum()) for load in output.tokens_per_expert] == [14 * 2] * 7
+        auxiliary = total_loss(output.losses, {"load_balance": 0.1, "z": 0.0})
+        (output.logits.square().mean() + auxiliary).backward()
+        with torch.no_grad():
+            evaluated = decoder.eval()(TOKENS)
+        assert [len(evaluated.losses[name]) for name in ("load_balance", "z")] == [7, 7]
+        if step in (4, 49):
+            gc.collect()
+            alive.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+    assert alive[0] == alive[1]
 
 
 def test_values_depend_on_seed_and_name_alone():

@@ -24,6 +24,7 @@ from megablocks_core.parallel import (
     ShardedOptimizer,
     add_lora,
     clip_grad_norm_,
+    count_zeros,
     fully_shard,
     reduce_gradients,
 )
@@ -157,7 +158,7 @@ def test_f048_experts_of_other_ranks_are_not_overwritten(rate):
 
 @ranks(2)
 def test_f046_experts_of_all_ranks_enter_the_norm():
-    """Confirmed with the layer: tp 2, ep 2, etp 1; all gradients 1, then 0."""
+    """Confirmed with the layer: tp 2, ep 2, etp 1; all gradients 1, then all 0."""
     mesh = Mesh(tp=2, ep=2)
     ep = mesh.expert.group("ep")
     moe = MoE(
@@ -171,6 +172,9 @@ def test_f046_experts_of_all_ranks_enter_the_norm():
         parameter.grad = torch.ones_like(parameter)
     # The router has 2 numbers, each expert 2 of its own.
     assert_close(clip_grad_norm_(moe, 1e9).item(), math.sqrt(6))
+    for parameter in moe.parameters():
+        parameter.grad.zero_()
+    assert count_zeros(moe).item() == 6
 
 
 @ranks(2)

@@ -53,7 +53,7 @@ def _equals_one_process(kind, mesh, case, *, capacity=None, chunks=1):
     ep, etp, dp = mesh.expert.group("ep"), mesh.expert.group("etp"), mesh.group("dp")
     options = {"tp": mesh.group("tp"), "tokens": "replicated" if tp > 1 else "sharded"}
     dispatcher = kind(num_experts=num_experts, ep=ep, etp=etp, **options)
-    lengths = tokens[size] if tp == 1 else tokens[size][::tp]
+    lengths = [sum(tokens[size][first : first + tp]) for first in range(0, size, tp)]
     total = sum(lengths)
     indices, x = choices(choice, total, num_experts, k), random(total, 3)
     weights = random(*indices.shape, seed=3) * (indices >= 0)
@@ -102,6 +102,22 @@ def test_results_and_gradients_equal_one_process(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_f082_replicated_tokens_go_once(kind):
     _equal_one_process(kind, _CASES, tp=2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_f082_each_of_four_tokens_is_served_once_by_each_expert_it_chose(kind):
+    x, indices = random(4, H), choices("random", 4, 4, 2)
+    for ep in (1, 2):
+        mesh = Mesh(tp=2, ep=ep)
+        tp = mesh.group("tp")
+        dispatcher = kind(num_experts=4, ep=mesh.expert.group("ep"), tp=tp, tokens="replicated")
+        routing = routing_of(indices, torch.ones(4, 2, dtype=torch.float64), 4)
+        dispatched, _ = dispatcher.dispatch(x, routing)
+        served = torch.zeros(4, dtype=torch.int64)
+        served[dispatcher.experts] = dispatched.tokens_per_expert
+        assert torch.equal(tp.all_reduce(served), routing.tokens_per_expert)
+        mesh.close()
 
 
 @ranks(1, 2, 4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from megablocks_core.layers.moe import GroupedExperts, LocalDispatcher, MoE
 from megablocks_core.layers.moe.losses import load_balance_loss, total_loss, z_loss
 from megablocks_core.layers.moe.routers import TopKRouter
 from megablocks_core.parallel import recompute
@@ -43,18 +44,46 @@ def test_it_is_the_sum_of_weighted_means():
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_f075_stages_of_a_pipeline_add_up(stages):
-    x = tokens()
-    whole, cut = routers(4), routers(4)
-    logged = total_loss(losses_of(whole, x), COEFFICIENTS)
-    logged.backward()
-    of_stages = []
+    """Four mixtures in a row, cut by hand: a stage has its own losses and its input's gradient."""
+    whole, cut = mixtures(4), mixtures(4)
+    y, logged = stage_of(whole, tokens())
+    (y.square().sum() + logged).backward()
+    x, values, ends = tokens(), [], []
     for stage in range(stages):
-        own = cut[stage * 4 // stages : (stage + 1) * 4 // stages]
-        of_stages.append(total_loss(losses_of(own, x), COEFFICIENTS))
-        of_stages[-1].backward()
-    assert_close(torch.stack(of_stages).sum(), logged, atol=1e-12, rtol=0)
+        inside = x.detach().requires_grad_()
+        x, value = stage_of(cut[stage * 4 // stages : (stage + 1) * 4 // stages], inside)
+        values.append(value.detach())
+        ends.append((inside, x, value))
+    dy = 2 * x.detach()
+    for inside, y, value in reversed(ends):
+        torch.autograd.backward((y, value), (dy, None))
+        dy = inside.grad
+    assert_close(torch.stack(values).sum(), logged, atol=1e-12, rtol=0)
     for one, other in zip(cut, whole, strict=True):
-        assert_close(one.weight.grad, other.weight.grad, atol=1e-12, rtol=0)
+        for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+            assert_close(ours.grad, theirs.grad, atol=1e-12, rtol=0)
+
+
+def mixtures(count):
+    return [
+        MoE(
+            router=router,
+            dispatcher=LocalDispatcher(),
+            experts=GroupedExperts(4, 6, 5, dtype=torch.float64),
+        )
+        for router in routers(count)
+    ]
+
+
+def stage_of(layers, x):
+    """What layers in a row give, and their losses as one."""
+    losses = {"load_balance": [], "z": []}
+    for layer in layers:
+        y, routing = layer(x)
+        x = x + y
+        losses["load_balance"].append((load_balance_loss(routing), 1))
+        losses["z"].append((z_loss(routing), 1))
+    return x, total_loss(losses, COEFFICIENTS)
 
 
 @pytest.mark.parametrize("micro_batches", [[6, 6], [2, 7, 3]])
