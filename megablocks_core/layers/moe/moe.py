@@ -8,15 +8,22 @@ Dimensions: T tokens of this rank, H features, L features of latent experts.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.layers.moe.dispatch import Dispatcher
+from megablocks_core.layers.moe.dispatch.agreement import REFUSED, number_of
+from megablocks_core.layers.moe.inputs import check_inputs
 from megablocks_core.layers.moe.routing import Routing
 from megablocks_core.layers.moe.zero_computation import ZeroComputationExperts, computed
 from megablocks_core.layers.norm import on_part
+from megablocks_core.parallel.checks import check_whole
+
+_FACTS = ("hidden_size", "dtype", "top_k", "chunks")  # that ranks must have alike
 
 
 class MoE(nn.Module):
@@ -25,7 +32,8 @@ class MoE(nn.Module):
     Maps ``x`` [... T H] to ``y`` [... T H] and the ``Routing`` of its tokens. It holds nothing
     between calls: any number may be under way, and evaluation changes nothing.
 
-    Sends what router and dispatcher send, and ``shared``. Where tokens are sharded over
+    Sends what router and dispatcher send, and ``shared``; before it one small message, so that
+    ranks whose arguments do not fit or differ raise together. Where tokens are sharded over
     tensor-parallel ranks, backward all-reduces the gradients of ``shared_gate``, ``latent_down``
     and ``latent_up`` in one message. Shared experts are computed while tokens travel, and with
     ``chunks`` the experts of one piece while another travels, where a dispatcher sends without
@@ -45,8 +53,10 @@ class MoE(nn.Module):
         chunks: Pieces in which tokens travel.
 
     Raises:
-        ValueError: The parts do not agree on the number of experts, on who shares them, or on
-            which tokens a rank holds; one latent projection or ``shared`` is missing.
+        ValueError: The parts do not agree on the number of experts or of features, on who shares
+            experts, or on which tokens a rank holds; one latent projection or ``shared`` is
+            missing. In a call, on all ranks of the dispatcher: an input does not fit, or ranks
+            differ in what they must have alike.
     """
 
     gate: Any
@@ -66,14 +76,18 @@ class MoE(nn.Module):
         chunks: int = 1,
     ) -> None:
         super().__init__()
+        for name, part in (("router", router), ("experts", experts)):
+            if not isinstance(part, nn.Module):
+                raise ValueError(f"{name}={part!r} must be a module")
+        if not isinstance(dispatcher, Dispatcher):
+            raise ValueError(f"dispatcher={dispatcher!r} must be a Dispatcher")
         _check_numbers(router, dispatcher, experts, zero_computation)
         _check_groups(router, dispatcher, experts, zero_computation)
         if shared_gate is not None and shared is None:
             raise ValueError("shared=None must be a module where shared_gate is given")
         if (latent_down is None) != (latent_up is None):
             raise ValueError("latent_down and latent_up must be given together")
-        if not isinstance(chunks, int) or chunks < 1:
-            raise ValueError(f"chunks={chunks} must be a whole number of at least 1")
+        check_whole("chunks", chunks, least=1)
         self.gate = router
         self.dispatcher = dispatcher
         self.experts = experts
@@ -82,6 +96,8 @@ class MoE(nn.Module):
         self.fc1_latent_proj, self.fc2_latent_proj = latent_down, latent_up
         self.zero_computation = zero_computation
         self.chunks = chunks
+        self.num_experts: int | None = getattr(router, "num_experts", None)
+        self.hidden_size = _hidden_size(router, experts, latent_down)
         # Where ``bind`` looks; an unpickled dispatcher has the same objects.
         self.group = _group(router, "group")
         self.tp, self.ep, self.etp = (_group(dispatcher, axis) for axis in ("tp", "ep", "etp"))
@@ -104,6 +120,7 @@ class MoE(nn.Module):
             choices: Experts to take in place of the router's own [... T k], such as those of an
                 earlier routing.
         """
+        self._agree(x, mask=mask, index=index, choices=choices)
         gate, down, up = self._on_part()
         x_TH = x.reshape(-1, x.shape[-1])
         words = {} if index is None else {"index": index.flatten()}
@@ -127,6 +144,23 @@ class MoE(nn.Module):
         y = y_TH.view_as(x)
         return (y if beside is None else y + beside), routing
 
+    def _agree(self, x: Tensor, **words: Tensor | None) -> None:
+        """Raise on all ranks if one cannot go on, or would go on with something else."""
+        refusal: ValueError | None = None
+        top_k: int | None = getattr(self.gate, "top_k", None)
+        sizes = {"hidden_size": self.hidden_size, "num_experts": self.num_experts, "top_k": top_k}
+        try:
+            check_inputs(x, words, **sizes)
+        except ValueError as error:
+            refusal = error
+        if refusal is not None:
+            device = next(self.parameters(), torch.empty(0)).device
+            with suppress(ValueError):
+                self.dispatcher.agree({**dict.fromkeys(_FACTS, 0), REFUSED: 1}, device=device)
+            raise refusal
+        facts = (x.shape[-1], number_of(x.dtype), top_k or 0, self.chunks, 0)
+        self.dispatcher.agree(dict(zip((*_FACTS, REFUSED), facts, strict=True)), device=x.device)
+
     def _on_part(self) -> tuple[Callable[[Tensor], Tensor] | None, ...]:
         """Gate and latent projections, whose gradients are summed where tokens are sharded."""
         parts = (self.shared_expert_gate, self.fc1_latent_proj, self.fc2_latent_proj)
@@ -139,6 +173,25 @@ class MoE(nn.Module):
             return None
         shared = self.shared_experts(x)
         return shared if gate is None else gate(x).sigmoid() * shared
+
+
+def _hidden_size(
+    router: nn.Module, experts: nn.Module, latent_down: nn.Module | None
+) -> int | None:
+    """H, if a part says it; parts that say another size raise."""
+    routed: int | None = getattr(router, "hidden_size", None)
+    inside: int | None = getattr(experts, "hidden_size", None)
+    outside: int | None = inside
+    if latent_down is not None:
+        outside = getattr(latent_down, "in_features", None)
+        latent: int | None = getattr(latent_down, "out_features", None)
+        if None not in (latent, inside) and latent != inside:
+            raise ValueError(
+                f"latent_down to {latent} features must lead to those of experts: {inside}"
+            )
+    if None not in (routed, outside) and routed != outside:
+        raise ValueError(f"router of hidden_size={routed} must read what experts do: {outside}")
+    return outside if routed is None else routed
 
 
 def _check_numbers(

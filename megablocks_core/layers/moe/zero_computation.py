@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, check_group, copy_to
 from megablocks_core.layers.moe.routing import NOWHERE, Routing
+from megablocks_core.parallel.checks import check_whole
 from megablocks_core.parallel.initial import key_for, normal_
 
 
@@ -54,8 +55,7 @@ class ZeroComputationExperts(nn.Module):
         check_group(group)
         kinds = {"identity": identity, "zero": zero, "constant": constant}
         for name, count in kinds.items():
-            if count < 0:
-                raise ValueError(f"{name}={count} must not be negative")
+            check_whole(name, count, least=0)
         if not any(kinds.values()):
             raise ValueError(f"one of {', '.join(kinds)} must be above 0")
         self.identity, self.zero, self.constant, self.group = identity, zero, constant, group

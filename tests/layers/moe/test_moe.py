@@ -65,11 +65,11 @@ def test_latent_experts_work_on_fewer_features_than_the_router_reads():
     router = TopKRouter(WIDTH, num_experts=EXPERTS, top_k=TOP_K, dtype=F64)
     experts = GroupedExperts(EXPERTS, 3, FFN, dtype=F64)
     parts = {"router": router, "dispatcher": LocalDispatcher(), "experts": experts}
-    inner, whole = MoE(**parts), MoE(**parts, latent_down=down, latent_up=up)
+    whole = MoE(**parts, latent_down=down, latent_up=up)
     x = _tokens()
     y, routing = whole(x)
     assert_close(routing.logits, x.flatten(0, -2) @ router.weight.T)
-    assert_close(y, up(_naive(inner, down(x), routing)))
+    assert_close(y, up(_naive(whole, down(x), routing)))
 
 
 def test_shared_experts_are_computed_while_tokens_travel():
@@ -242,6 +242,18 @@ def _dispatcher(**attributes):
         ({}, {"shared_gate": nn.Linear(WIDTH, 1)}, "shared=None must be a module"),
         ({}, {"latent_up": nn.Linear(3, WIDTH)}, "must be given together"),
         ({}, {"chunks": 0}, "chunks=0 must be a whole number"),
+        ({}, {"chunks": True}, "chunks=True must be a whole number"),
+        ({"dispatcher": LocalDispatcher}, {}, "must be a Dispatcher"),
+        (
+            {},
+            {"latent_down": nn.Linear(WIDTH, 3), "latent_up": nn.Linear(3, WIDTH)},
+            "latent_down to 3 features must lead to those of experts: 8",
+        ),
+        (
+            {},
+            {"latent_down": nn.Linear(5, WIDTH), "latent_up": nn.Linear(WIDTH, 5)},
+            "router of hidden_size=8 must read what experts do: 5",
+        ),
     ],
 )
 def test_parts_that_do_not_agree_are_refused(parts, options, message):

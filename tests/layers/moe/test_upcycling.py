@@ -10,7 +10,7 @@ from megablocks_core.layers import GatedMLP
 from megablocks_core.layers.moe import MoE, upcycle
 from megablocks_core.layers.moe.dispatch import LocalDispatcher
 from megablocks_core.layers.moe.experts import GroupedExperts
-from megablocks_core.layers.moe.routers import GroupLimit, TopKRouter
+from megablocks_core.layers.moe.routers import BalancedRouter, Capacity, GroupLimit, TopKRouter
 from megablocks_core.testing import ranks
 
 F64 = torch.float64
@@ -76,7 +76,7 @@ def test_a_dense_layer_that_is_cut_fills_experts_that_are_cut():
     [
         ({"top_k": 3}, 2, "granularity=2 must divide top_k: 3"),
         ({"experts": 5}, 2, "granularity=2 must divide num_experts: 5"),
-        ({}, 0, "granularity=0 must divide"),
+        ({}, 0, "granularity=0 must be a whole number"),
         ({"ffn": 5}, 1, "ffn_size=5 must have 8 and 12"),
         ({"renormalize": False}, 1, "renormalize=False must be True"),
         ({"renormalize": 2.0}, 1, "renormalize=2.0 must be True"),
@@ -84,6 +84,9 @@ def test_a_dense_layer_that_is_cut_fills_experts_that_are_cut():
         ({"bias": True}, 1, "dense must have what the experts have"),
         ({"activation": "relu2"}, 1, "dense must have what the experts have"),
         ({"shared": torch.nn.Identity()}, 1, "shared_experts of moe must be None"),
+        ({"capacity": Capacity(0.5)}, 1, "must be None: a token takes all parts"),
+        ({"activation": "geglu"}, 1, "activation='geglu' of moe must be that of dense"),
+        ({}, 2.0, "granularity=2.0 must be a whole number"),
     ],
 )
 def test_what_cannot_start_equal_is_refused(moe, granularity, message):
@@ -93,6 +96,25 @@ def test_what_cannot_start_equal_is_refused(moe, granularity, message):
     with pytest.raises(ValueError, match=message):
         upcycle(_dense(), layer, granularity=granularity)
     assert torch.equal(layer.gate.weight, before)
+
+
+def test_an_old_selection_bias_does_not_part_what_ties():
+    moe = _moe(8, 4, 2, score="sigmoid", selection_bias=True)
+    moe.gate.e_score_correction_bias.copy_(torch.linspace(-1, 1, 8))
+    dense = _dense()
+    upcycle(dense, moe, granularity=2)
+    x = torch.randn(5, WIDTH, dtype=F64)
+    torch.testing.assert_close(moe(x)[0], dense(x))
+
+
+def test_other_routers_and_weights_of_inputs_are_refused():
+    moe = _moe(4, 2, 1)
+    moe.experts.weigh = "input"
+    with pytest.raises(ValueError, match='weigh="input" must be'):
+        upcycle(_dense(), moe)
+    moe.gate = BalancedRouter(num_experts=4, top_k=2)
+    with pytest.raises(ValueError, match="must be a TopKRouter"):
+        upcycle(_dense(), moe)
 
 
 def test_a_module_that_is_no_such_layer_is_refused():

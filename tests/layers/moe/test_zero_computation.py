@@ -66,9 +66,9 @@ def test_a_seed_gives_the_values():
     assert torch.equal(free.mixers, first) and not free.vectors.any()
 
 
-@pytest.mark.parametrize("kinds", [{}, {"identity": -1, "zero": 2}])
+@pytest.mark.parametrize("kinds", [{}, {"identity": -1, "zero": 2}, {"zero": 1.5}])
 def test_numbers_that_make_no_sense_are_refused(kinds):
-    with pytest.raises(ValueError, match="must be above 0|must not be negative"):
+    with pytest.raises(ValueError, match="must be above 0|must be a whole number"):
         ZeroComputationExperts(WIDTH, **kinds)
 
 

@@ -94,10 +94,8 @@ class AllGatherDispatcher(ExpertParallelDispatcher):
         """Tell all ranks how many tokens are here, the capacity, and the counts of experts."""
         device = own.indices.device
         known = [len(own.x), -1 if own.capacity is None else own.capacity]
-        told = torch.tensor([known], device=device)
-        if own.capacity is None:
-            counts = count_choices(own.indices, self.num_experts)
-            told = torch.cat([told, counts.unsqueeze(0)], 1)
+        counts = count_choices(own.indices, self.num_experts)
+        told = torch.cat([torch.tensor([known], device=device), counts.unsqueeze(0)], 1)
         for size, group in ((1, self.etp), (self.etp.size, self.ep)):
             if group.size > 1:
                 told = all_gather(told, dim=0, group=group, sizes=[size] * group.size)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megablocks_core.groups import Group
 from megablocks_core.groups.messages import all_gather, start_all_to_all, wait
 from megablocks_core.layers.moe.dispatch.host_read import HostRead
+from megablocks_core.layers.moe.requiring import require
 
 
 class Counts:
@@ -65,4 +66,9 @@ class Counts:
 def check_equal(values: Tensor, name: str) -> None:
     """Raise on every rank unless all ranks gave one value; on a GPU the device stops."""
     message = f"{name} must be equal on all ranks"
-    torch.ops.aten._assert_async.msg((values == values[:1]).all(), message)
+
+    def found() -> str:
+        given = (str(value) if value >= 0 else "None" for value in values.tolist())
+        return f"{message}, which have {', '.join(given)}"
+
+    require((values == values[:1]).all(), message, found)

@@ -5,9 +5,10 @@ here, M rows here, N places of all experts here.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
@@ -89,6 +90,18 @@ class Dispatcher(ABC):
         Args:
             y_NH: The experts' results, weighted, in the order of ``Dispatched.rows``.
             handle: Of the dispatch.
+        """
+
+    def agree(  # noqa: B027 (one rank has nothing to compare)
+        self, facts: Mapping[str, int], *, device: torch.device
+    ) -> None:
+        """Raise on all ranks unless these numbers are equal on all; nothing over one rank.
+
+        ``dispatch`` calls it. Who calls ``start_dispatch`` where ranks might differ calls it first.
+
+        Args:
+            facts: Name to number.
+            device: Of the tokens.
         """
 
     def start_dispatch(

@@ -5,13 +5,14 @@ all, e experts here, C places an expert.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group, chunk_slice, gather_from, scatter_to, split_evenly
+from megablocks_core.layers.moe.dispatch.agreement import agree, number_of
 from megablocks_core.layers.moe.dispatch.assignment import Order, by_expert, sum_slots
 from megablocks_core.layers.moe.dispatch.dispatcher import (
     Arrived,
@@ -22,6 +23,7 @@ from megablocks_core.layers.moe.dispatch.dispatcher import (
 from megablocks_core.layers.moe.dispatch.joining import link_to, tied, with_graph
 from megablocks_core.layers.moe.dispatch.local import LocalDispatcher
 from megablocks_core.layers.moe.routing import NOWHERE, Routing
+from megablocks_core.parallel import remember
 
 Tokens = Literal["sharded", "replicated"]
 
@@ -84,8 +86,21 @@ class ExpertParallelDispatcher(Dispatcher):
 
     def dispatch(self, x_TH: Tensor, routing: Routing) -> tuple[Dispatched, Any]:
         """Tokens of the experts here, and the handle that ``combine`` takes."""
+        facts = {"top_k": routing.indices.shape[-1], "hidden_size": x_TH.shape[-1]}
+        self.agree(facts | {"dtype": number_of(x_TH.dtype)}, device=x_TH.device)
         (piece,) = self.start_dispatch(x_TH, routing)
         return piece.wait()
+
+    def agree(self, facts: Mapping[str, int], *, device: torch.device) -> None:
+        """Raise on all ranks unless these numbers, and that of experts, are equal on all.
+
+        Sends a message of 16 bytes a number over each group; none in a recomputed region.
+        """
+        groups = [self.etp, self.ep, *([self.tp] if self.tokens == "replicated" else [])]
+        if all(group.size == 1 for group in groups):
+            return
+        whole = {"num_experts": self.num_experts, **facts}
+        remember(lambda: agree(whole, groups=groups, device=device))
 
     def combine(self, y_NH: Tensor, handle: Any) -> Tensor:
         """Sum of what its experts made of each token, in the order of its slots [T H]."""

@@ -7,9 +7,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from megablocks_core.layers.moe.counting import queue_places
 from megablocks_core.layers.moe.routing import NOWHERE, Routing
 from megablocks_core.parallel import remember
+from megablocks_core.parallel.checks import check_whole
 
 Drop = Literal["weight", "position"]
 
@@ -19,7 +23,9 @@ class Capacity:
     """How many tokens an expert takes, and which it drops; an argument of routers.
 
     Attributes:
-        factor: 1 holds all choices if they are even: C is ``capacity_of`` of the call's tokens.
+        factor: 1 holds all choices if they are even: C is ``capacity_of`` of the tokens that count,
+            so that pads change nothing. Places are made for as many as all tokens of the call
+            could fill.
         drop: As for ``limit``.
         pad: As for ``limit``.
 
@@ -36,12 +42,12 @@ class Capacity:
         _check_drop(self.drop)
 
     def limit(self, routing: Routing) -> Routing:
-        """The routing, limited."""
+        """The routing, limited to a capacity of the tokens that count."""
         tokens, top_k = routing.indices.shape
-        places = capacity_of(
-            tokens, top_k=top_k, num_experts=routing.num_experts, factor=self.factor
-        )
-        return limit(routing, capacity=places, drop=self.drop, pad=self.pad)
+        sizes = {"top_k": top_k, "num_experts": routing.num_experts, "factor": self.factor}
+        places = capacity_of(tokens, **sizes)
+        allowed = None if routing.mask is None else counted_capacity(routing.num_tokens, **sizes)
+        return _limited(routing, places, allowed, drop=self.drop, pad=self.pad)
 
 
 def capacity_of(num_tokens: int, *, top_k: int, num_experts: int, factor: float) -> int:
@@ -52,6 +58,12 @@ def capacity_of(num_tokens: int, *, top_k: int, num_experts: int, factor: float)
     """
     _check_factor(factor)
     return min(num_tokens, math.ceil(num_tokens * top_k / num_experts * factor))
+
+
+def counted_capacity(num_tokens: Tensor, *, top_k: int, num_experts: int, factor: float) -> Tensor:
+    """``capacity_of`` a number of the device."""
+    even = num_tokens.double() * top_k / num_experts * factor
+    return torch.minimum(num_tokens, even.ceil().long())
 
 
 def limit(routing: Routing, *, capacity: int, drop: Drop = "weight", pad: bool = True) -> Routing:
@@ -73,12 +85,17 @@ def limit(routing: Routing, *, capacity: int, drop: Drop = "weight", pad: bool =
         ValueError: ``capacity`` is below 0, or ``drop`` is no such name.
     """
     _check_drop(drop)
-    if capacity < 0:
-        raise ValueError(f"capacity={capacity} must not be negative")
+    check_whole("capacity", capacity, least=0)
+    return _limited(routing, capacity, None, drop=drop, pad=pad)
+
+
+def _limited(
+    routing: Routing, capacity: int, allowed: Tensor | None, *, drop: Drop, pad: bool
+) -> Routing:
+    """The routing with ``capacity`` places an expert, of which ``allowed`` may be filled."""
     by = routing.weights if drop == "weight" else None
-    dropped = remember(
-        lambda: queue_places(routing.indices, routing.num_experts, by=by) >= capacity
-    )
+    most = capacity if allowed is None else allowed
+    dropped = remember(lambda: queue_places(routing.indices, routing.num_experts, by=by) >= most)
     return routing._replace(
         indices=routing.indices.masked_fill(dropped, NOWHERE),
         weights=routing.weights.masked_fill(dropped, 0),

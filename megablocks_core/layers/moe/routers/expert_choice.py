@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group, check_group
 from megablocks_core.layers.moe.counting import count_choices
-from megablocks_core.layers.moe.routers.capacity import capacity_of
+from megablocks_core.layers.moe.routers.capacity import capacity_of, counted_capacity
 from megablocks_core.layers.moe.routers.jitter import Jitter
 from megablocks_core.layers.moe.routers.linear_router import LinearRouter
 from megablocks_core.layers.moe.routers.scores import (
@@ -34,7 +34,7 @@ def route_expert_choice(
 ) -> Routing:
     """Each expert takes the C tokens that score highest with it; a weight is the score itself.
 
-    C is ``ceil(capacity_factor T / E)`` of the tokens of all ranks, so a token has
+    C is ``ceil(capacity_factor T / E)`` of the tokens of all ranks that count, so such a token has
     ``capacity_factor`` experts on average, and between none and E. Loads are even: no balance
     loss is needed. Of equal scores the earlier token's is taken, ranks in their order.
 
@@ -169,8 +169,12 @@ def _chosen(ranked_TE: Tensor, factor: float, group: Group) -> Tensor:
     parts = [ranked_TE] if group.size == 1 else group.all_gather(ranked_TE)
     whole_TE = torch.cat(parts)
     tokens, experts = whole_TE.shape
-    best = highest(whole_TE.T, _places(tokens, experts, factor))
-    taken = torch.zeros_like(whole_TE.T, dtype=torch.bool).scatter(-1, best, True).T
+    places = _places(tokens, experts, factor)
+    best = highest(whole_TE.T, places)
+    counted = (whole_TE[:, 0] != float("-inf")).sum()
+    allowed = counted_capacity(counted, top_k=1, num_experts=experts, factor=factor)
+    first = (torch.arange(places, device=best.device) < allowed).expand_as(best)
+    taken = torch.zeros_like(whole_TE.T, dtype=torch.bool).scatter(-1, best, first).T
     start = sum(part.shape[0] for part in parts[: group.rank])
     own = slice(start, start + ranked_TE.shape[0])
-    return taken[own] & (ranked_TE > float("-inf"))
+    return taken[own] & (ranked_TE != float("-inf"))

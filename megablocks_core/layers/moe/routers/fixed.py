@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.layers.moe.counting import count_choices
+from megablocks_core.layers.moe.requiring import is_whole
 from megablocks_core.layers.moe.routers.scores import check_mask, highest
 from megablocks_core.layers.moe.routers.words import check_words, stream_key, uniform
 from megablocks_core.layers.moe.routing import NOWHERE, Routing
@@ -134,5 +135,5 @@ def _even(x_TH: Tensor, choices: Tensor, num_experts: int, mask: Tensor | None) 
 
 
 def _check(num_experts: int, top_k: int) -> None:
-    if not 1 <= top_k <= num_experts:
+    if not (is_whole(top_k) and is_whole(num_experts)) or not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megablocks_core.layers.moe.routers.scores import highest
+from megablocks_core.parallel.checks import check_whole
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,7 @@ class GroupLimit:
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "top_k_groups", "best"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check_whole(name, getattr(self, name), least=1)
         if self.top_k_groups > self.num_groups:
             raise ValueError(
                 f"top_k_groups={self.top_k_groups} must be at most num_groups={self.num_groups}"

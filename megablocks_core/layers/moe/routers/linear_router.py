@@ -15,6 +15,7 @@ from megablocks_core.groups import LOCAL, Group, check_group, copy_to
 from megablocks_core.layers.moe.routers.jitter import Jitter
 from megablocks_core.layers.moe.routers.scores import precise
 from megablocks_core.layers.moe.routing import Routing
+from megablocks_core.parallel.checks import check_whole
 from megablocks_core.parallel.initial import key_for, normal_
 
 
@@ -49,7 +50,10 @@ class LinearRouter(nn.Module, ABC):
     ) -> None:
         super().__init__()
         check_group(group)
-        self.num_experts, self.group, self.jitter = num_experts, group, jitter
+        check_whole("hidden_size", hidden_size, least=1)
+        check_whole("num_experts", num_experts, least=1)
+        self.hidden_size, self.num_experts = hidden_size, num_experts
+        self.group, self.jitter = group, jitter
         weight_EH = torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
         self.weight = nn.Parameter(weight_EH)
         self.bias = nn.Parameter(torch.empty_like(weight_EH[:, 0])) if bias else None
@@ -74,6 +78,17 @@ class LinearRouter(nn.Module, ABC):
         for zero in (self.bias, *self.buffers(recurse=False)):
             if zero is not None:
                 zero.zero_()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Load, and keep the buffers in float32 also where tensors are taken as they come."""
+        dtypes = {
+            name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None
+        }
+        super()._load_from_state_dict(*args)
+        for name, dtype in dtypes.items():
+            buffer = self._buffers[name]
+            if buffer is not None and buffer.dtype != dtype:
+                self._buffers[name] = buffer.to(dtype)
 
     def logits(self, x_TH: Tensor, *, index: Tensor | None = None) -> Tensor:
         """[T E], in float32 at least."""

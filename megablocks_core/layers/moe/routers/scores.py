@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from megablocks_core.layers.moe.requiring import require
+
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 # Below this many choices a round each is faster than sorting all.
@@ -53,6 +55,16 @@ def check_mask(mask: Tensor | None, rows: Tensor) -> None:
         raise ValueError(f"mask of shape {list(mask.shape)} must be of [{rows.shape[0]}]")
     if mask.dtype != torch.bool:
         raise ValueError(f"mask of {mask.dtype} must be bool: True for a token that counts")
+
+
+def check_choices(choices_Tk: Tensor, num_experts: int) -> None:
+    """Raise unless they are experts, or negative, and a token has each expert at most once."""
+    if choices_Tk.dtype != torch.int64:
+        raise ValueError(f"choices of {choices_Tk.dtype} must be int64")
+    ranked = choices_Tk.sort(dim=-1).values
+    twice = (ranked.diff(dim=-1) == 0) & (ranked[..., 1:] >= 0)
+    ok = (choices_Tk < num_experts).all() & ~twice.any()
+    require(ok, f"choices must be below num_experts={num_experts} and different in each token")
 
 
 def balance_scores(scores_TE: Tensor, score: Score) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.layers.moe.counting import count_choices
+from megablocks_core.layers.moe.requiring import is_whole
 from megablocks_core.layers.moe.routers.capacity import Capacity
 from megablocks_core.layers.moe.routers.groups import GroupLimit
 from megablocks_core.layers.moe.routers.jitter import Jitter
@@ -19,6 +20,7 @@ from megablocks_core.layers.moe.routers.scores import (
     SCORES,
     Score,
     balance_scores,
+    check_choices,
     check_mask,
     check_score,
     highest,
@@ -57,14 +59,18 @@ def route_top_k(
         groups: A limit on which experts a token may choose.
         selection_bias: Added to the scores for the choice alone [E].
         mask: True for tokens that count [T]; others go to no expert.
-        choices: Experts to take in place of the best [T k], such as those of an earlier routing.
+        choices: Experts to take in place of the best [T k], such as those of an earlier routing;
+            negative ones are nowhere.
 
     Raises:
-        ValueError: A shape does not fit, or ``top_k`` is not from 1 to E.
+        ValueError: A shape does not fit, ``top_k`` is not from 1 to E, or a token's choices are
+            not int64, not below E, or not different.
     """
     check_mask(mask, logits_TE)
     check_top_k(logits_TE.shape[1], top_k, score=score, renormalize=renormalize, groups=groups)
     _check_shapes(logits_TE, top_k, selection_bias=selection_bias, choices=choices)
+    if choices is not None:
+        check_choices(choices, logits_TE.shape[1])
     with torch.autocast(logits_TE.device.type, enabled=False):
         logits_TE = precise(logits_TE)
         scores_TE = SCORES[score](logits_TE)
@@ -197,7 +203,7 @@ def check_top_k(
     groups: GroupLimit | None,
 ) -> None:
     """Raise unless the choice is possible."""
-    if not 1 <= top_k <= num_experts:
+    if not is_whole(top_k) or not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}")
     check_score(score)
     if not isinstance(renormalize, bool) and renormalize <= 0:

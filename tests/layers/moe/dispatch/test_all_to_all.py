@@ -199,9 +199,9 @@ def test_capacities_that_differ_raise_on_all_ranks():
     group = _world()
     dispatcher = AllToAllDispatcher(num_experts=4, ep=group)
     x, weights = random(6, H), torch.ones(6, 2, dtype=torch.float64)
-    for mine, error in ((3 + group.rank, RuntimeError), ((None, 3)[group.rank], Exception)):
+    for mine in (3 + group.rank, (None, 3)[group.rank]):
         routing = routing_of(choices("random", 6, 4, 2), weights, 4, mine)
-        with pytest.raises(error, match="capacity must be"):
+        with pytest.raises(ValueError, match="capacity must be"):
             dispatcher.dispatch(x, routing)
 
 

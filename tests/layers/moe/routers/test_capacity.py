@@ -56,6 +56,17 @@ def test_a_router_limits_what_it_routes():
     assert Capacity(1.0, pad=False).limit(whole).capacity is None
 
 
+@pytest.mark.parametrize("factor", [0.3, 0.5, 1.0, 7.0])
+def test_pads_change_neither_what_is_dropped_nor_how_many(factor):
+    logits, count = torch.randn(T, E), 7
+    mask = torch.arange(T) < count
+    alone = Capacity(factor).limit(route_top_k(logits[:count], top_k=2))
+    padded = Capacity(factor).limit(route_top_k(logits, top_k=2, mask=mask))
+    assert torch.equal(padded.indices[:count], alone.indices)
+    assert_close(padded.weights[:count], alone.weights)
+    assert padded.capacity == capacity_of(T, top_k=2, num_experts=E, factor=factor)
+
+
 def test_a_recomputed_region_drops_the_same():
     runs = []
 

@@ -44,7 +44,19 @@ def test_tokens_that_do_not_count_are_not_taken():
     mask = torch.arange(T) > 9
     routing = route_expert_choice(torch.randn(T, E), capacity_factor=2.0, mask=mask)
     assert (routing.indices[~mask] == NOWHERE).all() and not routing.scores[~mask].any()
-    assert routing.tokens_per_expert.tolist() == [2] * E  # two tokens for six places
+    assert routing.tokens_per_expert.tolist() == [1] * E  # two tokens, two experts each
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.0, 2.0, 4.0])
+def test_pads_change_no_choice(factor):
+    """Five tokens between pads choose as five alone, in as many places as all could fill."""
+    logits, mask = torch.randn(T, E), torch.arange(T) % 5 > 2
+    mask[0] = True
+    padded = route_expert_choice(logits, capacity_factor=factor, mask=mask)
+    alone = route_expert_choice(logits[mask], capacity_factor=factor)
+    assert torch.equal(padded.indices[mask], alone.indices)
+    assert torch.equal(padded.tokens_per_expert, alone.tokens_per_expert)
+    assert (padded.capacity or 0) >= (alone.capacity or 0)
 
 
 def test_no_token_is_no_trouble():

@@ -203,6 +203,8 @@ def test_weights_are_a_softmax_of_the_chosen_however_small_their_scores():
     [
         ({"top_k": 0}, "top_k=0 must be from 1 to num_experts=8"),
         ({"top_k": 9}, "top_k=9"),
+        ({"top_k": 2.0}, "top_k=2.0 must be from 1 to num_experts=8"),
+        ({"num_experts": 8.0}, "num_experts=8.0 must be"),
         ({"score": "relu"}, "score='relu' must be one of softmax"),
         ({"renormalize": -1.0}, "renormalize=-1.0"),
         ({"groups": GroupLimit(3, 1)}, "num_groups=3 must divide"),
@@ -228,6 +230,29 @@ def test_shapes_are_checked():
         route_top_k(logits, top_k=2, mask=torch.ones(3))
     with pytest.raises(ValueError, match=r"must be \[T E\]"):
         route_top_k(logits[0], top_k=2)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [[[0, 0]], [[0, E]], [[1.0, 2.0]], [[True, False]]],
+    ids=["twice", "E", "floats", "bools"],
+)
+def test_records_that_are_no_choices_are_refused(record):
+    """A choice that stands twice would lose the gradient of one of the two."""
+    with pytest.raises(ValueError, match="choices (of torch|must be below num_experts=8)"):
+        route_top_k(torch.zeros(1, E), top_k=2, choices=torch.tensor(record))
+    nowhere = route_top_k(torch.zeros(1, E), top_k=2, choices=torch.tensor([[-1, -1]]))
+    assert not nowhere.weights.any() and not nowhere.tokens_per_expert.any()
+
+
+def test_the_selection_bias_stays_float32_when_tensors_are_taken_as_they_come():
+    """``load_state_dict(assign=True)`` from a checkpoint in bfloat16."""
+    router = _seeded(selection_bias=True)
+    state = {name: torch.ones_like(value).bfloat16() for name, value in router.state_dict().items()}
+    router.load_state_dict(state, assign=True)
+    assert router.weight.dtype == torch.bfloat16
+    bias = router.e_score_correction_bias
+    assert bias.dtype == torch.float32 and bias.eq(1).all()
 
 
 def _seeded(**options):
