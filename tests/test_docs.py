@@ -10,7 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 LOOP = ROOT / "docs" / "training_loop.md"  # runs on its own and on two ranks, in one test
-PACKAGES = ["ckpt", "data", "export", "groups", "layers", "parallel", "testing", "train"]
+PACKAGES = [
+    "ckpt",
+    "data",
+    "export",
+    "groups",
+    "layers",
+    "layers.kernels",
+    "layers.moe",
+    "parallel",
+    "testing",
+    "train",
+]
 
 
 def code_of(page):
