@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups.cuts import ShardSpec
-from megablocks_core.groups.gradient_shards import gradient_shard
+from megablocks_core.groups.gradient_shards import ShardedGradient, gradient_shard
 from megablocks_core.groups.group import Group
 from megablocks_core.groups.marking import marks
 from megablocks_core.groups.placements import is_dtensor, local, placement_specs
@@ -120,7 +120,7 @@ def gradient_part(
         held = _gradient(parameter)
         counted = None if held is None else share.of(held)
         return GradientPart(held, counted, share.groups, device)
-    if parameter.grad is not None:
+    if not isinstance(parameter.grad, ShardedGradient):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} must have its gradient in one place: "
             "it has .grad and a gradient shard"

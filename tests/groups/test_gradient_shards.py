@@ -62,6 +62,37 @@ def test_a_copied_module_has_no_shards():
     assert gradient_shard(module.weight) is not None
 
 
+def test_in_grad_something_stands_in_that_cannot_be_read():
+    parameter = _parameter()
+    assert parameter.grad is not None and parameter.grad.shape == (2, 3)
+    with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+        nn.utils.clip_grad_norm_([parameter], 1.0)
+    set_gradient_shard(parameter, None)
+    assert parameter.grad is None
+
+
+def test_who_drops_grad_drops_the_shard():
+    parameter = _parameter()
+    parameter.grad = None
+    assert gradient_shard(parameter) is None
+
+
+def test_a_gradient_that_is_there_stays():
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    parameter.grad = gradient = torch.ones(2, 3)
+    set_gradient_shard(parameter, GradientShard(torch.zeros(4), 0, LOCAL))
+    set_gradient_shard(parameter, None)
+    assert parameter.grad is gradient
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_what_stands_in_has_the_dtype_that_gradients_have(kind):
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    parameter.grad_dtype = kind
+    set_gradient_shard(parameter, GradientShard(torch.zeros(2), 0, LOCAL))
+    assert parameter.grad.dtype == kind
+
+
 @pytest.mark.parametrize(
     ("tensor", "start", "rule"),
     [

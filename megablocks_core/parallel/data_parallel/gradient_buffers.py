@@ -7,7 +7,7 @@ added to an earlier one, and each contribution is scaled and reduced once.
 A parameter's place in the buffer holds nothing, this rank's sum from earlier backwards (under
 ``no_sync``), or one to which the running backward has added. Three kinds of buffer differ in
 what they show: the buffer itself (``AliasedBuffer``), rounded copies (``CastBuffer``) or
-nothing (``HiddenBuffer``).
+a stand-in (``HiddenBuffer``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megablocks_core.groups.gradient_shards import show_sharded
 from megablocks_core.parallel.data_parallel.buckets import Bucket
 
 
@@ -192,7 +193,7 @@ class AliasedBuffer(GradientBuffer):
         parameter = self.parameters[slot]
         if parameter.grad is None:
             return Place.EMPTY
-        if slot in self._own and parameter.grad is not self._own[slot]:
+        if slot in self._own and parameter.grad is not self._own[slot].gradient:
             view.copy_(parameter.grad)
             parameter.grad = view.detach()
             self._own[slot] = Shown(parameter.grad, parameter.grad._version)
@@ -289,19 +290,21 @@ class CastBuffer(GradientBuffer):
 
 
 class HiddenBuffer(GradientBuffer):
-    """``.grad`` stays as it is: the owner of the buffer takes the sums itself."""
+    """``.grad`` is a stand-in: the owner of the buffer takes the sums itself."""
 
     def _free_memory(self) -> Memory | None:
         return self._memory
 
     def _still(self, slot: int, view: Tensor) -> Place:
-        return Place.EARLIER
+        return Place.EMPTY if self.parameters[slot].grad is None else Place.EARLIER
 
     def _show_own(self, slot: int, view: Tensor) -> None:
-        """Show nothing."""
+        show_sharded(self.parameters[slot])
 
     def _show_reduced(self, views: Sequence[Tensor], used: Sequence[bool]) -> None:
-        """Show nothing."""
+        for parameter, any_rank in zip(self.parameters, used, strict=True):
+            if any_rank:
+                show_sharded(parameter)
 
 
 def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megablocks_core.groups import LOCAL, Group, Specs
+from megablocks_core.groups.gradient_shards import hide_sharded
 from megablocks_core.parallel.data_parallel.bucket_messages import (
     ShardMessage,
     UsedFlags,
@@ -59,7 +60,8 @@ class Reducer:
         reduce_dtype: Sum in this dtype; default float32 for 16-bit parameters, else their own.
         wire_dtype: Send in this 16-bit dtype, and sum in ``reduce_dtype``.
         bucket_bytes: The largest size of a bucket, in bytes of parameters.
-        shards: Leave ``.grad`` alone, and keep this rank's share of each bucket's sum.
+        shards: Keep this rank's share of each bucket's sum. ``.grad`` is a stand-in, and set to
+            ``None``, on all ranks alike, it drops the parameter's sum.
         keep_full: With ``shards``: keep the buckets' memory. Otherwise it is given back while
             backward goes on, and two dense messages at most are under way.
         wide_gradients: ``.grad`` of 16-bit parameters has the dtype of the sums.
@@ -138,6 +140,21 @@ class Reducer:
             buffer.drop()
         self.shards = [None] * len(self.buckets)
         self.used = [False] * len(self.parameters)
+        for parameter in self.parameters:
+            hide_sharded(parameter)
+
+    def forget_dropped(self) -> None:
+        """With ``shards``: forget the reduced sums of parameters whose ``.grad`` was dropped."""
+        for index, parameter in enumerate(self.parameters):
+            if not self.used[index] or parameter.grad is not None:
+                continue
+            self.used[index] = False
+            number, place = self._places[index]
+            bucket, total = self.buckets[number], self.shards[number]
+            first, last = bucket.shard(self._group_of(bucket).rank)
+            _, start, stop = bucket.slots[place]
+            if total is not None and max(start, first) < min(stop, last):
+                total[max(start, first) - first : min(stop, last) - first] = 0
 
     def remove(self) -> None:
         """Take the hooks off; the parameters are plain again."""
@@ -177,6 +194,8 @@ class Reducer:
         """
         task = torch._C._current_graph_task_id()
         if self._run is None:
+            if self._cuts:
+                self.forget_dropped()
             self._order.start()
             self._run = _Run(self, task)
             Variable._execution_engine.queue_callback(self._finish)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, check_group, marks
+from megablocks_core.groups.gradient_shards import ShardedGradient
 from megablocks_core.parallel.checks import REDUCTIONS, check_choice, check_module
 from megablocks_core.parallel.wrapping.refusals import check_experts
 
@@ -43,7 +44,8 @@ def reduce_gradients(
     divisor = group.size if reduction == "mean" else 1
     buckets: dict[tuple[bool, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for name, parameter, specs in marks(module):
-        if parameter.requires_grad:
+        reduced = isinstance(parameter.grad, ShardedGradient)  # by a sharded optimizer
+        if parameter.requires_grad and not reduced:
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ValueError(f"the gradient of {name!r} must not be sparse")
             alike = (specs.expert, parameter.dtype, parameter.device)

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megablocks_core.groups.gradient_shards import GradientShard, set_gradient_shard
+from megablocks_core.groups.gradient_shards import (
+    GradientShard,
+    ShardedGradient,
+    set_gradient_shard,
+)
 from megablocks_core.parallel.data_parallel.reducer import Reducer
 from megablocks_core.parallel.sharded_optimizer.flat_parameters import FlatParameters
 
@@ -50,7 +54,8 @@ class ReducedGradients:
     """Gradients are summed during backward, and each rank keeps its range of the sums.
 
     The ranges hang on the parameters (``gradient_shard``) from backward until they are used or
-    dropped; ``parameter.grad`` is ``None``.
+    dropped. ``parameter.grad`` is a stand-in that refuses to be read; setting it to ``None`` drops
+    the range.
 
     Args:
         reducer: Sums them; its parameters are those of ``flats``, by index.
@@ -99,8 +104,9 @@ class ReducedGradients:
                 "gradients of no_sync() wait to be reduced: the last backward before a step must "
                 "run outside"
             )
+        self._reducer.forget_dropped()
         for name, parameter in zip(self._reducer.names, self._reducer.parameters, strict=True):
-            if parameter.grad is not None:
+            if not isinstance(parameter.grad, (ShardedGradient, type(None))):
                 raise RuntimeError(
                     f"the gradient of {name!r} was set by hand: this optimizer steps those that "
                     "a backward has reduced (set it to None, or use a DataParallel module)"

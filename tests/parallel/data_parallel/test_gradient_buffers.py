@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from megablocks_core.groups.gradient_shards import ShardedGradient
 from megablocks_core.parallel.data_parallel.buckets import Described, plan_buckets
 from megablocks_core.parallel.data_parallel.gradient_buffers import (
     AliasedBuffer,
@@ -73,6 +74,18 @@ def test_a_backward_on_top_of_reduced_gradients_adds_to_them(pair):
         _reduce(buffer, s0=2.0)
     assert _grads(parameters) == [[7.0], [10.0]]
     assert [one.grad for one in parameters] == kept
+
+
+def test_a_sum_that_gathers_stays_the_gradient_that_was_shown(pair):
+    buffer, parameters = pair
+    for _ in range(2):
+        _take(buffer, s0=1.0)
+        buffer.keep()
+        shown = parameters[0].grad
+        _take(buffer, s0=2.0)
+        assert parameters[0].grad is shown  # and nothing was copied onto itself
+        buffer.keep()
+        assert parameters[0].grad is shown
 
 
 def test_what_gathered_without_messages_is_reduced_once(pair):
@@ -211,12 +224,12 @@ def test_padding_and_idle_places_are_sent_as_zeros():
     assert buffer.flat.tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
 
 
-def test_a_hidden_buffer_shows_nothing_and_gives_its_memory_back():
+def test_a_hidden_buffer_shows_a_stand_in_and_gives_its_memory_back():
     buffer, parameters = _buffer(HiddenBuffer, torch.float32)
     _take(buffer, s0=1.0)
     buffer.keep()
     _reduce(buffer, s0=1.0)
-    assert _grads(parameters) == [None, None]
+    assert [type(parameter.grad) for parameter in parameters] == [ShardedGradient, type(None)]
     assert buffer.flat[:2].tolist() == [2.0, 2.0]
     buffer.free()
     _take(buffer, s0=1.0)

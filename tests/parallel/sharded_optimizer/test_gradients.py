@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megablocks_core.groups import LOCAL, Group
-from megablocks_core.groups.gradient_shards import gradient_shard
+from megablocks_core.groups.gradient_shards import ShardedGradient, gradient_shard
 from megablocks_core.parallel import DataParallel, ShardedOptimizer, reduce_gradients
 from megablocks_core.testing import ranks
 
@@ -37,7 +37,7 @@ def test_ranges_hang_on_the_parameters_until_they_are_used_or_dropped():
     optimizer = _sgd(model)
     _backward(model, group.rank)
     for parameter in model.parameters():
-        assert parameter.grad is None
+        assert type(parameter.grad) is ShardedGradient
         shard = gradient_shard(parameter)
         assert shard is not None and shard.group == group
         parts = group.all_gather(shard.tensor)
@@ -57,6 +57,52 @@ def test_ranges_hang_on_the_parameters_until_they_are_used_or_dropped():
     _backward(model)
     optimizer.step()
     assert torch.equal(model[1].bias, before - 4)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("zero", [1, 2])
+def test_gradients_that_the_module_drops_are_forgotten(zero):
+    model, parted = _model(), _model()
+    optimizer = _sgd(model, zero=zero)
+    before = model[1].bias.detach().clone()
+    _backward(model, float("nan"))
+    model.zero_grad()  # a step is skipped
+    optimizer.step()
+    assert torch.equal(model[1].bias, before)
+    _backward(model, float("nan"))
+    model.zero_grad()
+    with optimizer.no_sync():
+        _backward(model, float("nan"))
+    model.zero_grad()
+    with optimizer.no_sync():
+        _backward(model)
+    _backward(model)
+    model[1].weight.grad = None  # one of two in a bucket
+    kept = model[1].weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[1].bias, before - 4)
+    assert torch.equal(model[1].weight, kept)
+    assert not torch.equal(model[0].weight, parted[0].weight)
+
+
+@ranks(2)
+def test_what_reads_grad_is_told_where_gradients_are():
+    model = _model()
+    optimizer = _sgd(model)
+    _backward(model)
+    for read in (
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda: [parameter.grad.norm() for parameter in model.parameters()],
+        lambda: torch.optim.SGD(model.parameters(), lr=1.0).step(),
+        lambda: model.zero_grad(set_to_none=False),
+    ):
+        with pytest.raises(RuntimeError, match=r"must not be read or changed in \.grad"):
+            read()
+    assert "ShardedGradient(shape=(2,)" in repr(model[1].bias.grad)
+    assert copy.deepcopy(model)[1].bias.grad is None
+    optimizer.zero_grad(set_to_none=False)
+    assert model[1].bias.grad is None
 
 
 @ranks(2)
