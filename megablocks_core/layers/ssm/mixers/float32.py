@@ -12,24 +12,26 @@ from torch import Tensor, nn
 
 
 class Float32Parameters(nn.Module):
-    """A module whose own parameters are float32 at least after any conversion.
+    """A module of whose own parameters some are float32 at least after any conversion.
 
     Attributes:
-        keep_float32: Names of these parameters, all that the module itself owns. ``fully_shard``
-            reads it, so that a precision policy leaves them alone.
+        keep_float32: Their names. ``fully_shard`` reads them too, so that a precision policy leaves
+            these parameters alone.
     """
 
     keep_float32: tuple[str, ...] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or convert, but keep the module's own parameters wide."""
+        """Move or convert, but keep wide what is to be."""
         if recurse:
             for child in self.children():
                 child._apply(fn)
+        parameters = [self._parameters[name] for name in self.keep_float32]
+        kept = {id(x) for p in parameters if p is not None for x in (p, p.grad)}
 
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if not moved.is_floating_point() or moved.dtype.itemsize >= 4:
+            if id(tensor) not in kept or moved.dtype.itemsize >= 4:
                 return moved
             source = moved if tensor.is_meta else tensor
             return source.to(moved.device, wide_dtype(tensor.dtype))

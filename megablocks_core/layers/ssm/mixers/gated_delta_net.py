@@ -23,6 +23,7 @@ from megablocks_core.groups import (
     split_evenly,
 )
 from megablocks_core.layers.linear import LinearFactory, apply_each, parallel_linear
+from megablocks_core.layers.ssm.functions.delta import gated_delta_rule
 from megablocks_core.layers.ssm.functions.steps import gated_delta_step
 from megablocks_core.layers.ssm.mixers.decays import (
     check_range,
@@ -35,7 +36,7 @@ from megablocks_core.layers.ssm.mixers.depthwise import DepthwiseConv1d
 from megablocks_core.layers.ssm.mixers.float32 import wide_dtype
 from megablocks_core.layers.ssm.mixers.gated_norm import GatedRMSNorm
 from megablocks_core.layers.ssm.mixers.mixer import Function, Mixer, Projected
-from megablocks_core.layers.ssm.mixers.stand_ins import causal_conv1d, gated_delta_rule
+from megablocks_core.layers.ssm.mixers.stand_ins import causal_conv1d
 from megablocks_core.layers.ssm.mixers.state import MixerState
 from megablocks_core.parallel.initial import key_for
 
@@ -123,6 +124,7 @@ class GatedDeltaNet(Mixer):
         self.key_heads, self.value_heads = num_key_heads // tp.size, num_value_heads // tp.size
         self.key_dim, self.value_dim, self.tp, self.cp = key_dim, value_dim, tp, cp
         self.time_step_range, self.rate_range = time_step_range, rate_range
+        self.sequence_parallel = sequence_parallel
         self.convolution, self.scan_step = convolution, gated_delta_step
         self.scan = partial(scan, chunk_size=chunk_size)
         keys, values = num_key_heads * key_dim, num_value_heads * value_dim

@@ -27,6 +27,7 @@ from megablocks_core.groups import (
 )
 from megablocks_core.layers.linear import LinearFactory, parallel_linear
 from megablocks_core.layers.norm import RMSNorm
+from megablocks_core.layers.ssm.functions.selective import selective_scan
 from megablocks_core.layers.ssm.functions.steps import selective_step
 from megablocks_core.layers.ssm.mixers.decays import (
     check_range,
@@ -39,7 +40,7 @@ from megablocks_core.layers.ssm.mixers.depthwise import DepthwiseConv1d
 from megablocks_core.layers.ssm.mixers.float32 import Float32Parameters, wide_dtype
 from megablocks_core.layers.ssm.mixers.gated_norm import gated
 from megablocks_core.layers.ssm.mixers.mixer import Function, Mixer, Projected
-from megablocks_core.layers.ssm.mixers.stand_ins import causal_conv1d, selective_scan
+from megablocks_core.layers.ssm.mixers.stand_ins import causal_conv1d
 from megablocks_core.layers.ssm.mixers.state import MixerState
 from megablocks_core.parallel.initial import key_for, uniform_
 
@@ -119,6 +120,7 @@ class Mamba1(Mixer):
         self.inner_size, self.state_size, self.dt_rank = own.stop - own.start, state_size, dt_rank
         self.projection_norms, self.norm_eps = projection_norms, norm_eps
         self.tp, self.cp = tp, cp
+        self.sequence_parallel = sequence_parallel
         self.convolution, self.scan_step = convolution, selective_step
         self.scan = partial(scan, chunk_size=chunk_size)
         place = {"device": device, "dtype": dtype}

@@ -118,6 +118,7 @@ class Mamba2(Mixer):
         self.num_groups = max(num_groups // tp.size, 1)
         self.time_step_limit, self.time_step_range = time_step_limit, time_step_range
         self.rate_range = rate_range
+        self.sequence_parallel = sequence_parallel
         self.convolution, self.scan_step = convolution, ssd_step
         self.scan = partial(scan, chunk_size=chunk_size)
         inner = num_heads * head_dim

@@ -54,6 +54,8 @@ class Mixer(Float32Parameters, ABC):
         convolution: Called as ``causal_conv1d``.
         scan: The function over a sequence.
         scan_step: The same for one token.
+        sequence_parallel: The ranks of ``tp`` hold equal slices of the tokens.
+        tp: The tensor-parallel ranks.
         cp: Ranks that hold pieces of the sequence.
     """
 
@@ -62,6 +64,8 @@ class Mixer(Float32Parameters, ABC):
     convolution: Function
     scan: Function
     scan_step: Function
+    sequence_parallel: bool
+    tp: Group
     cp: Group
 
     def forward(
@@ -163,32 +167,41 @@ class Mixer(Float32Parameters, ABC):
     ) -> tuple[Tensor, MixerState | None]:
         """A whole sequence, or the pieces of it that this rank holds."""
         self._check(cut)
+        documents, real_T1 = cu_seqlens, None
+        if cu_seqlens is not None and cu_seqlens_padded is not None:
+            documents = cu_seqlens_padded
+            real_T1 = self._real(x_TH.shape[-2], cu_seqlens, cu_seqlens_padded, cut)
+            own = x_TH.shape[-2]
+            first = self.tp.rank * own if self.sequence_parallel else 0
+            x_TH = x_TH.where(real_T1.narrow(0, first, own), 0)
         projected = self._project(x_TH)
-        leading, length = projected.gate.shape[:-2], projected.gate.shape[-2]
+        leading = projected.gate.shape[:-2]
         gate, channels, steps = (
             part.reshape(math.prod(leading), *part.shape[-2:]) for part in projected
         )
-        documents, real = cu_seqlens, None
-        if cu_seqlens is not None and cu_seqlens_padded is not None:
-            whole = length if cut is None else cut.length
-            real = real_tokens(cu_seqlens, cu_seqlens_padded, length=whole, cut=cut)[:, None]
-            documents = cu_seqlens_padded
-            channels, steps = (part.where(real, 0) for part in (channels, steps))
         run = {"cu_seqlens": documents, "cut": cut, "return_final_state": keep}
         before = MixerState(None, None) if state is None else state  # type: ignore[arg-type]
         convolve = partial(self.convolution, activation=True, initial_state=before.conv, **run)
         scan = partial(self.scan, initial_state=before.ssm, **run)
         y_BTi, new = self._mix(channels, steps, _exact(convolve), _exact(scan))
         y_BTi = self._gated(y_BTi, gate)
-        if real is not None:
-            y_BTi = y_BTi.where(real, 0)
+        if real_T1 is not None:
+            y_BTi = y_BTi.where(real_T1, 0)
         y_TH = self.out_proj(y_BTi.reshape(*leading, *y_BTi.shape[-2:]))
         return y_TH, new if keep else None
+
+    def _real(
+        self, own: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, cut: SequenceCut | None
+    ) -> Tensor:
+        """Which tokens are no pads [T 1], given how many this rank's ``x`` has."""
+        whole = own * self.tp.size if self.sequence_parallel else own
+        length = whole if cut is None else cut.length
+        return real_tokens(cu_seqlens, cu_seqlens_padded, length=length, cut=cut)[:, None]
 
     def _check(self, cut: SequenceCut | None) -> None:
         if cut is None and self.cp.size > 1:
             raise ValueError(f"cut=None must say how the row is cut over {self.cp.size} ranks")
-        if cut is not None and cut.group != self.cp:
+        if cut is not None and cut.group.ranks != self.cp.ranks:
             raise ValueError(f"cut over {cut.group} must be over cp={self.cp}")
 
     def _refuse_pieces(self, what: str) -> None:

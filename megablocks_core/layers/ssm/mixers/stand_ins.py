@@ -24,5 +24,3 @@ def _called(recurrence: Any) -> Any:
 
 causal_conv1d = _called(recurrences.causal_conv1d_recurrence)
 ssd_chunk_scan = _called(recurrences.ssd_recurrence)
-selective_scan = _called(recurrences.selective_recurrence)
-gated_delta_rule = _called(recurrences.gated_delta_recurrence)
