@@ -50,6 +50,13 @@ class Capacity:
         return _limited(routing, places, allowed, drop=self.drop, pad=self.pad)
 
 
+def check_capacity(capacity: Capacity | None) -> Capacity | None:
+    """What is given; raise if it is neither."""
+    if capacity is not None and not isinstance(capacity, Capacity):
+        raise ValueError(f"capacity={capacity!r} must be a Capacity, such as Capacity(1.25)")
+    return capacity
+
+
 def capacity_of(num_tokens: int, *, top_k: int, num_experts: int, factor: float) -> int:
     """``ceil(factor T k / E)``, and at most T, since a token chooses an expert once.
 

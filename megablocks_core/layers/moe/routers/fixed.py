@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.layers.moe.counting import count_choices
-from megablocks_core.layers.moe.requiring import is_whole
-from megablocks_core.layers.moe.routers.scores import check_mask, highest
+from megablocks_core.layers.moe.routers.scores import check_mask, check_top_k, highest
 from megablocks_core.layers.moe.routers.words import check_words, stream_key, uniform
 from megablocks_core.layers.moe.routing import NOWHERE, Routing
 
@@ -31,7 +30,7 @@ def random_choices(index_T: Tensor, *, num_experts: int, top_k: int, stream: str
     Raises:
         ValueError: ``top_k`` is not from 1 to E, ``stream`` is "", or words are not int64 [T].
     """
-    _check(num_experts, top_k)
+    check_top_k(num_experts, top_k)
     check_words(index_T, index_T.shape[0])
     return highest(uniform(index_T, stream_key(stream), num_experts), top_k)
 
@@ -48,7 +47,7 @@ def balanced_choices(
     Raises:
         ValueError: ``top_k`` is not from 1 to E.
     """
-    _check(num_experts, top_k)
+    check_top_k(num_experts, top_k)
     slots = torch.arange(num_tokens * top_k, device=device)
     return (slots % num_experts).view(num_tokens, top_k)
 
@@ -70,7 +69,7 @@ class HashRouter(nn.Module):
 
     def __init__(self, *, num_experts: int, top_k: int, stream: str) -> None:
         super().__init__()
-        _check(num_experts, top_k)
+        check_top_k(num_experts, top_k)
         stream_key(stream)  # raises if it is no name
         self.num_experts, self.top_k, self.stream = num_experts, top_k, stream
 
@@ -109,7 +108,7 @@ class BalancedRouter(nn.Module):
 
     def __init__(self, *, num_experts: int, top_k: int) -> None:
         super().__init__()
-        _check(num_experts, top_k)
+        check_top_k(num_experts, top_k)
         self.num_experts, self.top_k = num_experts, top_k
 
     def forward(self, x_TH: Tensor, *, mask: Tensor | None = None) -> Routing:
@@ -132,8 +131,3 @@ def _even(x_TH: Tensor, choices: Tensor, num_experts: int, mask: Tensor | None) 
         choices = choices.masked_fill(out, NOWHERE)
         weights, scores = weights.masked_fill(out, 0), scores.masked_fill(out, 0)
     return Routing(choices, weights, scores, logits, count_choices(choices, num_experts), mask)
-
-
-def _check(num_experts: int, top_k: int) -> None:
-    if not (is_whole(top_k) and is_whole(num_experts)) or not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}")

@@ -53,6 +53,8 @@ class LinearRouter(nn.Module, ABC):
         check_whole("hidden_size", hidden_size, least=1)
         check_whole("num_experts", num_experts, least=1)
         self.hidden_size, self.num_experts = hidden_size, num_experts
+        if jitter is not None and not isinstance(jitter, nn.Module):
+            raise ValueError(f"jitter={jitter!r} must be a Jitter")
         self.group, self.jitter = group, jitter
         weight_EH = torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
         self.weight = nn.Parameter(weight_EH)

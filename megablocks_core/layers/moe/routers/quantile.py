@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group, check_group
-from megablocks_core.layers.moe.routers.capacity import Capacity
+from megablocks_core.layers.moe.routers.capacity import Capacity, check_capacity
 from megablocks_core.layers.moe.routers.jitter import Jitter
 from megablocks_core.layers.moe.routers.linear_router import LinearRouter
 from megablocks_core.layers.moe.routers.scores import Score, check_mask, highest, precise
-from megablocks_core.layers.moe.routers.top_k import check_top_k, route_top_k
+from megablocks_core.layers.moe.routers.top_k import check_options, route_top_k
 from megablocks_core.layers.moe.routing import Routing
 from megablocks_core.parallel import remember
 
@@ -93,7 +93,7 @@ def route_quantile(
     experts = logits_TE.shape[-1]
     if bias_E.shape != (experts,):
         raise ValueError(f"bias of shape {list(bias_E.shape)} must be of [{experts}]")
-    check_top_k(experts, top_k, score=score, renormalize=renormalize, groups=None)
+    check_options(experts, top_k, score=score, renormalize=renormalize, groups=None)
     return route_top_k(
         logits_TE,
         top_k=top_k,
@@ -146,7 +146,7 @@ class QuantileRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_top_k(num_experts, top_k, score=score, renormalize=renormalize, groups=None)
+        check_options(num_experts, top_k, score=score, renormalize=renormalize, groups=None)
         super().__init__(
             hidden_size,
             num_experts=num_experts,
@@ -155,7 +155,7 @@ class QuantileRouter(LinearRouter):
             device=device,
             dtype=dtype,
         )
-        self.top_k, self.capacity = top_k, capacity
+        self.top_k, self.capacity = top_k, check_capacity(capacity)
         self.score: Score = score
         self.renormalize, self.scale = renormalize, scale
         self.register_buffer("qb_beta", torch.empty(num_experts, device=device))

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from megablocks_core.layers.moe.requiring import require
+from megablocks_core.layers.moe.requiring import is_whole, require
+from megablocks_core.parallel.checks import check_whole
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
@@ -43,6 +44,13 @@ def check_score(score: str) -> None:
     """Raise unless it is a name of ``SCORES``."""
     if score not in SCORES:
         raise ValueError(f"score={score!r} must be one of {', '.join(SCORES)}")
+
+
+def check_top_k(num_experts: int, top_k: int) -> None:
+    """Raise unless a token can choose so many experts."""
+    check_whole("num_experts", num_experts, least=1)
+    if not is_whole(top_k) or not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}")
 
 
 def check_mask(mask: Tensor | None, rows: Tensor) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group, check_group
-from megablocks_core.layers.moe.routers.capacity import Capacity
+from megablocks_core.layers.moe.routers.capacity import Capacity, check_capacity
 from megablocks_core.layers.moe.routers.jitter import Jitter
 from megablocks_core.layers.moe.routers.linear_router import LinearRouter
-from megablocks_core.layers.moe.routers.scores import check_mask, highest, precise
-from megablocks_core.layers.moe.routers.top_k import check_top_k, route_top_k
+from megablocks_core.layers.moe.routers.scores import check_mask, check_top_k, highest, precise
+from megablocks_core.layers.moe.routers.top_k import route_top_k
 from megablocks_core.layers.moe.routing import Routing
 from megablocks_core.parallel import remember
 
@@ -99,7 +99,7 @@ def route_sinkhorn(
     check_mask(mask, logits_TE)
     choices = None
     if balance:
-        check_top_k(logits_TE.shape[1], top_k, score="softmax", renormalize=False, groups=None)
+        check_top_k(logits_TE.shape[1], top_k)
         choices = remember(
             lambda: highest(
                 sinkhorn(logits_TE, mask=mask, iterations=iterations, group=group), top_k
@@ -145,7 +145,7 @@ class SinkhornRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_top_k(num_experts, top_k, score="softmax", renormalize=False, groups=None)
+        check_top_k(num_experts, top_k)
         _check_iterations(iterations)
         super().__init__(
             hidden_size,
@@ -155,7 +155,8 @@ class SinkhornRouter(LinearRouter):
             device=device,
             dtype=dtype,
         )
-        self.top_k, self.iterations, self.capacity = top_k, iterations, capacity
+        self.top_k, self.iterations = top_k, iterations
+        self.capacity = check_capacity(capacity)
         self.reset_parameters()
 
     def forward(

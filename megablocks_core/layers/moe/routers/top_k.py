@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.layers.moe.counting import count_choices
-from megablocks_core.layers.moe.requiring import is_whole
-from megablocks_core.layers.moe.routers.capacity import Capacity
+from megablocks_core.layers.moe.routers.capacity import Capacity, check_capacity
 from megablocks_core.layers.moe.routers.groups import GroupLimit
 from megablocks_core.layers.moe.routers.jitter import Jitter
 from megablocks_core.layers.moe.routers.linear_router import LinearRouter
@@ -23,6 +22,7 @@ from megablocks_core.layers.moe.routers.scores import (
     check_choices,
     check_mask,
     check_score,
+    check_top_k,
     highest,
     precise,
     weights_of,
@@ -67,7 +67,7 @@ def route_top_k(
             not int64, not below E, or not different.
     """
     check_mask(mask, logits_TE)
-    check_top_k(logits_TE.shape[1], top_k, score=score, renormalize=renormalize, groups=groups)
+    check_options(logits_TE.shape[1], top_k, score=score, renormalize=renormalize, groups=groups)
     _check_shapes(logits_TE, top_k, selection_bias=selection_bias, choices=choices)
     if choices is not None:
         check_choices(choices, logits_TE.shape[1])
@@ -143,7 +143,7 @@ class TopKRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_top_k(num_experts, top_k, score=score, renormalize=renormalize, groups=groups)
+        check_options(num_experts, top_k, score=score, renormalize=renormalize, groups=groups)
         super().__init__(
             hidden_size,
             num_experts=num_experts,
@@ -153,7 +153,7 @@ class TopKRouter(LinearRouter):
             device=device,
             dtype=dtype,
         )
-        self.top_k, self.capacity = top_k, capacity
+        self.top_k, self.capacity = top_k, check_capacity(capacity)
         self.score: Score = score
         self.renormalize, self.scale, self.groups = renormalize, scale, groups
         corrected = torch.empty(num_experts, device=device, dtype=torch.float32)
@@ -194,7 +194,7 @@ class TopKRouter(LinearRouter):
         return f"{super().extra_repr()}, top_k={self.top_k}, score={self.score!r}"
 
 
-def check_top_k(
+def check_options(
     num_experts: int,
     top_k: int,
     *,
@@ -203,12 +203,13 @@ def check_top_k(
     groups: GroupLimit | None,
 ) -> None:
     """Raise unless the choice is possible."""
-    if not is_whole(top_k) or not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}")
+    check_top_k(num_experts, top_k)
     check_score(score)
     if not isinstance(renormalize, bool) and renormalize <= 0:
         raise ValueError(f"renormalize={renormalize} must be True, False or a norm's order above 0")
     if groups is not None:
+        if not isinstance(groups, GroupLimit):
+            raise ValueError(f"groups={groups!r} must be a GroupLimit")
         groups.check(num_experts, top_k)
 
 

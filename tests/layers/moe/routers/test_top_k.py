@@ -210,6 +210,9 @@ def test_weights_are_a_softmax_of_the_chosen_however_small_their_scores():
         ({"groups": GroupLimit(3, 1)}, "num_groups=3 must divide"),
         ({"groups": GroupLimit(8, 1)}, "top_k=2 must be at most 1"),
         ({"groups": GroupLimit(4, 2, best=3)}, "best=3 must be at most 2"),
+        ({"groups": (4, 2)}, "groups=\\(4, 2\\) must be a GroupLimit"),
+        ({"capacity": 1.25}, "capacity=1.25 must be a Capacity"),
+        ({"jitter": 0.01}, "jitter=0.01 must be a Jitter"),
     ],
 )
 def test_what_cannot_be_is_refused(options, words):
