@@ -5,6 +5,7 @@ from megablocks_core.layers.decoder import Decoder as Decoder
 from megablocks_core.layers.decoder import DecoderOutput as DecoderOutput
 from megablocks_core.layers.decoder import HiddenStates as HiddenStates
 from megablocks_core.layers.decoder_layer import DecoderLayer as DecoderLayer
+from megablocks_core.layers.mixer_layer import MixerLayer as MixerLayer
 from megablocks_core.layers.mlp import MLP as MLP
 from megablocks_core.layers.mlp import GatedMLP as GatedMLP
 from megablocks_core.layers.norm import LayerNorm as LayerNorm

@@ -18,10 +18,12 @@ from megablocks_core.layers.blocks import BlockBuilder
 from megablocks_core.layers.dropping import ids_of_tokens, own_tokens
 from megablocks_core.layers.feed_forward import Losses, counted_tokens, routing_losses
 from megablocks_core.layers.linear import LinearFactory, blank_linear
+from megablocks_core.layers.mixer_layer import narrowed
 from megablocks_core.layers.moe import Routing
 from megablocks_core.layers.norm import RMSNorm, on_part
 from megablocks_core.layers.rotary import RotaryEmbedding
 from megablocks_core.layers.spec import DecoderSpec
+from megablocks_core.layers.ssm.mixers.initial import draws_itself
 from megablocks_core.parallel import (
     ColumnParallelLinear,
     Dropout,
@@ -177,23 +179,24 @@ class Decoder(nn.Module):
     def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
         """Draw matrices with deviation ``spec.initializer_range`` and set biases to zero.
 
-        Norms draw nothing: they reset themselves.
+        Norms draw nothing: they reset themselves. So do adapters, and what makes the decays,
+        step sizes and convolutions of state-space blocks.
         """
         seed = draw_key() if seed is None else seed
-        factors = {n: part for n, part in self.named_modules() if isinstance(part, LoraFactor)}
-        for name, factor in factors.items():
-            factor.reset_parameters(seed, f"{prefix}{name}.")
+        own = {name: part for name, part in self.named_modules() if _draws_itself(part)}
+        for name, part in own.items():
+            part.reset_parameters(seed, f"{prefix}{name}.")
         for name, parameter, specs in marks(self):
-            if name.rpartition(".")[0] in factors:
+            if name.rpartition(".")[0] in own:
                 continue
             if name.endswith("bias"):
                 parameter.zero_()
             elif parameter.dim() >= 2:
                 key = key_of(seed, prefix + name)
                 normal_(parameter, key=key, std=self.spec.initializer_range, specs=specs)
-        for part in self.modules():
+        for name, part in self.named_modules():
             reset = getattr(part, "reset_parameters", None)
-            if reset is not None and _is_norm(part):
+            if reset is not None and name not in own and _is_norm(part):
                 reset()
         embedding = self.model.embed_tokens
         padding, rows = embedding.padding_idx, embedding.rows
@@ -211,6 +214,17 @@ class Decoder(nn.Module):
         if self.spec.moe is None:
             return None
         return counted_tokens(tokens_T, cu_seqlens, cu_seqlens_padded, missing)
+
+    def _embedded(self, tokens_T: Tensor, index: Tensor | None) -> Tensor:
+        """The residual stream before the first block."""
+        x_tH = self.embedding_dropout(self.model.embed_tokens(tokens_T), index=index)
+        x_tH = _scaled(x_tH, self.spec.embedding_scale)
+        if self.spec.float32_residual:
+            return x_tH.to(torch.promote_types(x_tH.dtype, torch.float32))
+        return x_tH
+
+    def _narrowed(self, x_tH: Tensor) -> Tensor:
+        return narrowed(x_tH, self.model.norm) if self.spec.float32_residual else x_tH
 
     def _own_tokens(self, num_tokens: int) -> int:
         """How many of the tokens this rank has behind the last norm, without pads."""
@@ -277,9 +291,8 @@ class Decoder(nn.Module):
             index_T = None if index_T is None else pad(index_T, (0, missing))
             mask_T = own_tokens(mask_T, sequence_parallel=True, group=self.tp)
 
-        x_tH = self.model.embed_tokens(tokens_T)
         own_index = own_tokens(index_T, sequence_parallel=self.sequence_parallel, group=self.tp)
-        x_tH = _scaled(self.embedding_dropout(x_tH, index=own_index), self.spec.embedding_scale)
+        x_tH = self._embedded(tokens_T, own_index)
         tables = None if self.rotary is None else self.rotary(positions, dtype=x_tH.dtype)
         routings: list[Routing] = []
         for layer in self.model.layers:
@@ -296,7 +309,7 @@ class Decoder(nn.Module):
             x_tH = output if isinstance(output, Tensor) else output[0]
             routings += [] if isinstance(output, Tensor) else [output[1]]
         (last_norm,) = on_part(self.model.norm, group=self.tp if self.sequence_parallel else LOCAL)
-        hidden_tH = _scaled(last_norm(x_tH), self.spec.logits_scale)
+        hidden_tH = _scaled(last_norm(self._narrowed(x_tH)), self.spec.logits_scale)
         losses = routing_losses(
             routings,
             num_tokens=counted,
@@ -345,6 +358,10 @@ def _refuse(recompute: Any, *, mesh: Mesh | None, sequence_parallel: bool) -> No
 
 def _scaled(x_tH: Tensor, scale: float) -> Tensor:
     return x_tH if scale == 1 else scale * x_tH
+
+
+def _draws_itself(part: Any) -> bool:
+    return isinstance(part, LoraFactor) or draws_itself(part)
 
 
 def _is_norm(part: nn.Module) -> bool:
