@@ -13,8 +13,8 @@ _FEW = 4096
 def count_choices(indices_Tk: Tensor, num_experts: int) -> Tensor:
     """How often each expert stands in ``indices`` [E], int64; negative ones count nowhere."""
     if indices_Tk.shape[-1] * num_experts > _FEW:
-        keys = _keys(indices_Tk, num_experts).sort().values
-        return _bounds(keys, num_experts).diff()
+        keys = sort_keys(indices_Tk, num_experts).sort().values
+        return bounds(keys, num_experts).diff()
     experts = torch.arange(num_experts, device=indices_Tk.device)
     return (indices_Tk.reshape(-1) == experts.unsqueeze(-1)).sum(1)
 
@@ -28,21 +28,22 @@ def queue_places(indices: Tensor, num_experts: int, *, by: Tensor | None = None)
         by: Higher values stand in front, and of equal ones the earlier slot; default: the order
             of the slots.
     """
-    keys = _keys(indices, num_experts)
+    keys = sort_keys(indices, num_experts)
     order = torch.arange(keys.shape[0], device=keys.device)
     if by is not None:
         order = by.detach().reshape(-1).sort(descending=True, stable=True).indices
     keys, inner = keys[order].sort(stable=True)
-    starts = _bounds(keys, num_experts)
+    starts = bounds(keys, num_experts)
     inside = torch.arange(keys.shape[0], device=keys.device) - starts[keys]
     return inside[order[inner].argsort()].view_as(indices)
 
 
-def _keys(indices: Tensor, num_experts: int) -> Tensor:
+def sort_keys(indices: Tensor, num_experts: int) -> Tensor:
+    """The expert of each slot in one row, E where it has none: these come last in order."""
     chosen = indices.reshape(-1)
     return torch.where(chosen < 0, num_experts, chosen)
 
 
-def _bounds(keys: Tensor, num_experts: int) -> Tensor:
+def bounds(keys: Tensor, num_experts: int) -> Tensor:
     """Where each expert's slots start in sorted keys, and where the last one's end [E+1]."""
     return torch.searchsorted(keys, torch.arange(num_experts + 1, device=keys.device))

@@ -1,9 +1,11 @@
 """What the mixtures of experts of a decoder are, and what configs call it."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megablocks_core.layers.spec.entries import Entries
+
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,14 @@ class MoESpec:
         shared_gate: What is shared is weighted by a sigmoid of each token.
 
     Raises:
-        ValueError: A size is not positive, or ``top_k`` is more than the experts.
+        ValueError: A size is not positive, ``top_k`` is more than the experts, ``score`` is no
+            such name, or a dense layer is counted from the end.
     """
 
     num_experts: int
     top_k: int
     ffn_size: int
-    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    score: Score = "softmax"
     renormalize: bool = True
     sparse_step: int = 1
     dense_layers: tuple[int, ...] = ()
@@ -45,7 +48,11 @@ class MoESpec:
             raise ValueError(
                 f"shared_ffn_size={self.shared_ffn_size} must be at least {int(self.shared_gate)}"
             )
+        if self.score not in get_args(Score):
+            raise ValueError(f"score={self.score!r} must be one of {', '.join(get_args(Score))}")
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        if any(layer < 0 for layer in self.dense_layers):
+            raise ValueError(f"dense_layers={self.dense_layers} must be counted from 0")
 
     def is_sparse(self, layer: int) -> bool:
         """Whether ``layer``, counted from 0, has experts."""

@@ -20,6 +20,8 @@ def test_sparse_layers_are_every_so_many_but_those_named():
         ({"num_experts": 0}, "num_experts=0"),
         ({"ffn_size": 0}, "ffn_size=0"),
         ({"sparse_step": 0}, "sparse_step=0"),
+        ({"score": "relu"}, "score='relu' must be one of softmax, sigmoid"),
+        ({"dense_layers": (0, -1)}, r"dense_layers=\(0, -1\) must be counted from 0"),
         ({"shared_gate": True}, "shared_ffn_size=0 must be at least 1"),
         ({"shared_ffn_size": -1}, "shared_ffn_size=-1"),
     ],

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from megablocks_core.layers.moe.counting import bounds, sort_keys
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -49,9 +52,9 @@ def by_expert(indices_Tk: Tensor, num_experts: int, *, capacity: int | None = No
         capacity: C.
     """
     experts = indices_Tk.reshape(-1)
-    keys, slots = torch.where(experts < 0, num_experts, experts).sort(stable=True)
-    bounds = torch.searchsorted(keys, torch.arange(num_experts + 1, device=keys.device))
-    starts, counts = bounds[:-1], bounds.diff()
+    keys, slots = sort_keys(indices_Tk, num_experts).sort(stable=True)
+    edges = bounds(keys, num_experts)
+    starts, counts = edges[:-1], edges.diff()
     places = _inverse(slots)
     if capacity is None:
         slots = torch.where(keys < num_experts, slots, -1)
@@ -92,12 +95,18 @@ def sum_places(rows_NH: Tensor, places_Mk: Tensor) -> Tensor:
     return total_MH
 
 
-def sum_slots(y_NH: Tensor, order: Order) -> Tensor:
+def sum_slots(y_NH: Tensor, order: Order, *, last: bool = False) -> Tensor:
     """For each token the sum of its slots' rows, from the first slot to the last [T H].
 
     Backward gives each place the gradient of its token; nothing of size [N H] is kept.
+
+    Args:
+        y_NH: Rows.
+        order: Of the slots.
+        last: ``y`` came by a message and nothing is computed of the sum: a recomputed region then
+            keeps the order's integers [N], and ends before that message.
     """
-    return _SumSlots.apply(y_NH, order.places, order.rows)
+    return _SumSlots.apply(y_NH, order.places, order.rows, last)
 
 
 def copy_slots(
@@ -159,14 +168,17 @@ class _Take(torch.autograd.Function):
 
 class _SumSlots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_NH: Tensor, places_Tk: Tensor, rows_N: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_N)
+    def forward(ctx: Any, y_NH: Tensor, places_Tk: Tensor, rows_N: Tensor, last: bool) -> Tensor:
+        ctx.rows = rows_N if last and not torch.compiler.is_compiling() else None
+        if ctx.rows is None:
+            ctx.save_for_backward(rows_N)
         return sum_places(y_NH, places_Tk)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Any, ...]:
-        (rows_N,) = ctx.saved_tensors
-        return take_rows(dy_TH, rows_N), None, None
+        rows_N = ctx.saved_tensors[0] if ctx.rows is None else ctx.rows
+        return take_rows(dy_TH, rows_N), None, None, None
 
 
 class _CopySlots(torch.autograd.Function):
@@ -179,6 +191,7 @@ class _CopySlots(torch.autograd.Function):
         return tuple(cut(taken, sizes))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *pieces: Tensor) -> tuple[Any, ...]:
         (places_Tk,) = ctx.saved_tensors
         return sum_places(joined(pieces), places_Tk), None, None, None
