@@ -21,7 +21,7 @@ def test_pieces_are_consecutive_parts_of_one_order(tokens, chunks, capacity):
     sizes = counts.sum(1).tolist()
     if capacity is not None:
         sizes = [4 * width for width in widths(capacity, chunks)]
-        assert sum(sizes) == 4 * capacity and len(sizes) == min(chunks, capacity)
+        assert sum(sizes) == 4 * capacity and len(sizes) <= chunks and min(sizes) > 0
     for number, size in enumerate(sizes):
         slots = order.slots[start : start + size]
         experts = torch.where(
