@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from megablocks_core.groups import ShardSpec, logical_shape, specs_of
+from megablocks_core.groups import Group, Segment, ShardSpec, logical_shape, specs_of
 from megablocks_core.groups.cuts import Specs
 from megablocks_core.groups.stacks import separate_name, separate_names
 from megablocks_core.parallel.lora.layers import (
@@ -161,16 +161,17 @@ class StackSite(Site):
         if stack_adapters_of(self.owner) is None:
             raise ValueError(f"{self.name} are held by a {kind_of(self.owner)} without adapters")
         over, inside = self._cuts()
-        length, *shape = logical_shape(self.weight, self._specs)
-        outputs, inputs = shape
-        place = Place((outputs, inputs), over, over, stack=(length,))
+        length, outputs, inputs = logical_shape(self.weight, self._specs)
+        shape, stack = (outputs, inputs), (length,)
         if not inside:
-            return place
+            return Place(shape, over, over, stack=stack)
         (spec,) = inside
-        place = place._replace(group=spec.group)
+        group, several = spec.group, spec.group.size > 1
         if spec.dim == 1:
-            return place._replace(b_specs=(*over, spec), summed=(spec.group.size > 1, False))
-        return place._replace(a_specs=(*over, spec), summed=(False, spec.group.size > 1))
+            a_specs = (*over, _held_by_all(2, inputs, group))
+            return Place(shape, a_specs, (*over, spec), group, (several, False), stack=stack)
+        b_specs = (*over, _held_by_all(1, outputs, group))
+        return Place(shape, (*over, spec), b_specs, group, (False, several), stack=stack)
 
     def attach(
         self, place: Place, factors: tuple[nn.Parameter, nn.Parameter], alpha: float, rslora: bool
@@ -218,6 +219,14 @@ class StackSite(Site):
         )
         self.owner.add_module(self._child(leaf), factor.train(self.owner.training))
         return factor
+
+
+def _held_by_all(dim: int, length: int, group: Group) -> ShardSpec:
+    """Says of what is not cut that its copies lie on these ranks, which see the same tokens.
+
+    Without it, these ranks would be taken for others, whose gradients are to be summed still.
+    """
+    return ShardSpec(dim, group, (Segment(length, parts=1),))
 
 
 def stacks_of(module: nn.Module) -> Iterator[StackSite]:

@@ -1,10 +1,9 @@
 """Experts with low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685, section 4).
 
 A product ``W x`` of a place becomes ``W x + scale * B A x`` with its expert's factors. Rows go
-through the factors one after the other; ``W + scale * B A`` is never made, because rounded as
-``W`` is, it would hold nothing of an adapter that is smaller than the weights' last bits, as each
-is at first, and because it and its gradient would take the memory and the time that adapters
-save. The plain twins alone add it up.
+through the factors one after the other: ``W + scale * B A`` and its gradient would take the memory
+and the time that adapters save, and small numbers of ``B A`` would be lost where the sum is rounded
+as ``W`` is. Only the plain twins add it up.
 
 Kept for backward are the tokens, the outputs of ``gate_proj`` and ``up_proj``, the hidden
 activation if ``down_proj`` has an adapter, and integers.
