@@ -1,6 +1,7 @@
 """Decays and step sizes stay float32 whatever a model is converted to or wrapped in."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -101,7 +102,8 @@ def test_fully_shard_in_bf16_has_the_decays_of_one_process(kind):
     theirs = dict(twin.named_parameters())
     for name, parameter in net.named_parameters():
         expected = theirs[name].grad.float()
-        error = parameter.grad.full_tensor().float() - expected
+        gradient: Any = parameter.grad
+        error = gradient.full_tensor().float() - expected
         assert error.norm() <= 0.02 * expected.norm(), name
 
 
