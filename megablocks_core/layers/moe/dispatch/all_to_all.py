@@ -51,7 +51,7 @@ class AllToAllDispatcher(ExpertParallelDispatcher):
         y_nH = joined([piece.wait() for piece in pieces])
         order, sizes = pieces[0].order, pieces[0].sizes
         order = order._replace(rows=order.rows.narrow(0, 0, y_nH.shape[0]))
-        return self._whole(sum_slots(y_nH, order), sizes)
+        return self._whole(sum_slots(y_nH, order, last=True), sizes)
 
     def _start(self, own: Own, chunks: int) -> Sequence[Pending]:
         counts = remember(lambda: self._counts(own, chunks))

@@ -96,11 +96,12 @@ class ExpertParallelDispatcher(Dispatcher):
 
         Sends a message of 16 bytes a number over each group; none in a recomputed region.
         """
-        groups = [self.etp, self.ep, *([self.tp] if self.tokens == "replicated" else [])]
-        if all(group.size == 1 for group in groups):
+        over = [self.etp, self.ep, *([self.tp] if self.tokens == "replicated" else [])]
+        groups = {group.ranks: group for group in over if group.size > 1}
+        if not groups:
             return
         whole = {"num_experts": self.num_experts, **facts}
-        remember(lambda: agree(whole, groups=groups, device=device))
+        remember(lambda: agree(whole, groups=[*groups.values()], device=device))
 
     def combine(self, y_NH: Tensor, handle: Any) -> Tensor:
         """Sum of what its experts made of each token, in the order of its slots [T H]."""
