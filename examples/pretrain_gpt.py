@@ -74,7 +74,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--kv-heads", type=count, default=2)
     add("--experts", type=int, default=0, help="in each layer; 0: none, dense layers")
     add("--top-k", type=count, default=2, help="experts of a token")
-    add("--balance", type=float, default=0.01, help="weight of the loss of uneven loads")
+    add("--balance", type=weight, default=0.01, help="of the loss of uneven loads")
     add("--sequence-length", type=count, default=256)
     add("--batch-size", type=count, default=16, help="sequences in a step, all ranks")
     add("--micro-batch-size", type=count, default=8, help="sequences at once, a rank")
@@ -97,6 +97,13 @@ def count(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return int(text)
+
+
+def weight(text: str) -> float:
+    """A finite number from 0 on."""
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and finite")
+    return float(text)
 
 
 def amount(text: str) -> float:

@@ -318,7 +318,9 @@ def test_losses_that_are_not_finite_end_it(tmp_path):
         run_here(tmp_path, "--learning-rate=1e200")
 
 
-@pytest.mark.parametrize("wrong", ["--heads=0", "--save-every=0", "--learning-rate=nan", "--tp=x"])
+@pytest.mark.parametrize(
+    "wrong", ["--heads=0", "--save-every=0", "--learning-rate=nan", "--tp=x", "--balance=nan"]
+)
 def test_values_that_make_no_sense_are_named(wrong, capsys):
     with pytest.raises(SystemExit):
         pretrain_gpt.parse([wrong])
