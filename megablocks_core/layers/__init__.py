@@ -1,6 +1,9 @@
 """Layers of a decoder-only language model, each usable alone, and the model they make."""
 
 from megablocks_core.layers.attention import Attention as Attention
+from megablocks_core.layers.builders import gpt as gpt
+from megablocks_core.layers.builders import hybrid as hybrid
+from megablocks_core.layers.builders import mamba as mamba
 from megablocks_core.layers.decoder import Decoder as Decoder
 from megablocks_core.layers.decoder import DecoderOutput as DecoderOutput
 from megablocks_core.layers.decoder import HiddenStates as HiddenStates

@@ -309,7 +309,7 @@ class Decoder(nn.Module):
             x_tH = output if isinstance(output, Tensor) else output[0]
             routings += [] if isinstance(output, Tensor) else [output[1]]
         (last_norm,) = on_part(self.model.norm, group=self.tp if self.sequence_parallel else LOCAL)
-        hidden_tH = _scaled(last_norm(self._narrowed(x_tH)), self.spec.logits_scale)
+        hidden_tH = _scaled(last_norm(self._narrowed(x_tH)), 1 / self.spec.logits_divisor)
         losses = routing_losses(
             routings,
             num_tokens=counted,

@@ -15,6 +15,7 @@ from megablocks_core.layers.mlp import MLP, GatedMLP
 from megablocks_core.layers.moe import (
     AllToAllDispatcher,
     GroupedExperts,
+    GroupLimit,
     LocalDispatcher,
     MoE,
     Routing,
@@ -114,6 +115,11 @@ def mixture(
         top_k=moe.top_k,
         score=moe.score,
         renormalize=moe.renormalize,
+        scale=moe.scale,
+        groups=None
+        if moe.num_groups == 1
+        else GroupLimit(moe.num_groups, moe.top_k_groups, best=2),
+        selection_bias=moe.selection_bias,
         group=tp if sharded else LOCAL,
     )
     dispatcher = LocalDispatcher()

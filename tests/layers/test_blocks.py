@@ -29,7 +29,7 @@ def _decoder(**fields: Any) -> Decoder:
 
 @pytest.mark.parametrize("factor", [1.0, 2.5])
 def test_scales_are_those_of_scaled_weights(factor: float):
-    scaled = _decoder(embedding_scale=factor, residual_scale=factor, logits_scale=factor)
+    scaled = _decoder(embedding_scale=factor, residual_scale=factor, logits_divisor=1 / factor)
     plain = _decoder()
     plain.load_state_dict(scaled.state_dict())
     with torch.no_grad():

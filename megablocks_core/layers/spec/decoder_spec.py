@@ -28,6 +28,7 @@ from megablocks_core.layers.spec.families import (
     SIZES,
 )
 from megablocks_core.layers.spec.hybrid import HYBRID_FIELDS, check_blocks
+from megablocks_core.layers.spec.hybrid_families import HYBRIDS, read_hybrid, write_hybrid
 from megablocks_core.layers.spec.mixer_specs import DeltaSpec, Mamba1Spec, Mamba2Spec
 from megablocks_core.layers.spec.moe_spec import ENTRIES, MoESpec, read_moe, write_moe
 from megablocks_core.parallel.random.dropout import check_probability
@@ -72,7 +73,7 @@ class DecoderSpec:
         attention_scale: Of the products of queries and keys; default 1 / sqrt(head_dim).
         embedding_scale: Of the embeddings.
         residual_scale: Of what each block adds.
-        logits_scale: Of the logits.
+        logits_divisor: Logits are divided by it.
         float32_residual: The residual stream is float32 where parameters are narrower.
         family: ``model_type`` in a config.
         extra: Entries of a config that do not change the model, such as ``eos_token_id``.
@@ -113,7 +114,7 @@ class DecoderSpec:
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    logits_scale: float = 1.0
+    logits_divisor: float = 1.0
     float32_residual: bool = False
     family: str = "llama"
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -137,8 +138,9 @@ class DecoderSpec:
         for name in ("attention_dropout", *OWN_DROPOUTS):
             check_probability(getattr(self, name), name)
         object.__setattr__(self, "rope_scaling", check_scaling(self.rope_scaling))
-        if self.family not in FAMILIES:
-            raise ValueError(f"family={self.family!r} must be one of {', '.join(FAMILIES)}")
+        if self.family not in FAMILIES | HYBRIDS:
+            known = ", ".join(FAMILIES | HYBRIDS)
+            raise ValueError(f"family={self.family!r} must be one of {known}")
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -159,8 +161,11 @@ class DecoderSpec:
         """
         entries = Entries(as_dict(config))
         family = entries.take("model_type")
+        if family in HYBRIDS:
+            return cls(**read_hybrid(family, entries))
         if family not in FAMILIES:
-            raise ValueError(f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
+            known = ", ".join(FAMILIES | HYBRIDS)
+            raise ValueError(f"model_type={family!r} must be one of {known}")
         values: dict[str, Any] = {"family": family, **FAMILIES[family]}
         heads, hidden = entries.peek("num_attention_heads"), entries.peek("hidden_size")
         for key, value in DEFAULTS.get(family, {}).items():
@@ -190,6 +195,10 @@ class DecoderSpec:
         Raises:
             ValueError: A feature that configs of this family cannot name.
         """
+        return write_hybrid(self) if self.family in HYBRIDS else self._plain_config()
+
+    def _plain_config(self) -> dict[str, Any]:
+        """The config of a model whose every block is attention and a feed-forward layer."""
         config: dict[str, Any] = {
             "architectures": [ARCHITECTURES[self.family]],
             "model_type": self.family,

@@ -72,17 +72,27 @@ def as_dict(config: Any) -> Mapping[str, Any]:
     if isinstance(config, str | os.PathLike):
         path = os.fspath(config)
         with open(os.path.join(path, "config.json") if os.path.isdir(path) else path) as file:
-            return json.load(file)
+            return json.load(file, object_hook=_number)
     return config.to_dict()
 
 
-def rope(entries: Entries) -> dict[str, Any]:
-    """Base and scaling, from ``rope_parameters`` (transformers 5) or the two older entries."""
+def _number(entry: dict[str, Any]) -> Any:
+    """Numbers that JSON does not have, as transformers writes them."""
+    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
+
+
+def rope(entries: Entries, *, whole: float = 1.0) -> dict[str, Any]:
+    """Base and scaling, from ``rope_parameters`` (transformers 5) or the two older entries.
+
+    Args:
+        entries: Of the config.
+        whole: The share of a head that is turned in this family.
+    """
     scaling = dict(entries.take("rope_scaling", {})) | dict(entries.take("rope_parameters", {}))
     base = scaling.pop("rope_theta", entries.take("rope_theta", 10000.0))
-    turned = scaling.pop("partial_rotary_factor", entries.take("partial_rotary_factor", 1.0))
-    if turned != 1:
-        raise ValueError(f"partial_rotary_factor={turned} must be 1")
+    turned = scaling.pop("partial_rotary_factor", entries.take("partial_rotary_factor", whole))
+    if turned != whole:
+        raise ValueError(f"partial_rotary_factor={turned} must be {whole}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in ("llama3", "yarn") and "max_position_embeddings" in entries:
         scaling.setdefault(

@@ -27,7 +27,7 @@ HYBRID_FIELDS: dict[str, Any] = {
     "attention_scale": None,
     "embedding_scale": 1.0,
     "residual_scale": 1.0,
-    "logits_scale": 1.0,
+    "logits_divisor": 1.0,
     "float32_residual": False,
 }
 # The fields of a spec that stand for a kind of block.
@@ -60,7 +60,7 @@ def check_blocks(spec: DecoderSpec) -> None:
         raise ValueError(
             f"rotary_dim={spec.rotary_dim} must be between 1 and head_dim={spec.head_dim}"
         )
-    for name in ("attention_scale", "embedding_scale", "residual_scale", "logits_scale"):
+    for name in ("attention_scale", "embedding_scale", "residual_scale", "logits_divisor"):
         if (scale := getattr(spec, name)) is not None and not scale > 0:
             raise ValueError(f"{name}={scale} must be above 0")
 

@@ -22,10 +22,15 @@ class MoESpec:
         dense_layers: Layers that have none all the same, counted from 0.
         shared_ffn_size: Width of a feed-forward layer that all tokens share; 0 for none.
         shared_gate: What is shared is weighted by a sigmoid of each token.
+        scale: Of a token's weights.
+        selection_bias: Scores have a bias for the choice alone; see ``TopKRouter``.
+        num_groups: Equal groups of experts; 1: choices are not limited to some of them.
+        top_k_groups: How many groups a token chooses from, those whose two best scores add up to
+            most.
 
     Raises:
         ValueError: A size is not positive, ``top_k`` is more than the experts, ``score`` is no
-            such name, or a dense layer is counted from the end.
+            such name, groups do not fit, or a dense layer is counted from the end.
     """
 
     num_experts: int
@@ -37,6 +42,10 @@ class MoESpec:
     dense_layers: tuple[int, ...] = ()
     shared_ffn_size: int = 0
     shared_gate: bool = False
+    scale: float = 1.0
+    selection_bias: bool = False
+    num_groups: int = 1
+    top_k_groups: int = 1
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "ffn_size", "sparse_step"):
@@ -50,6 +59,17 @@ class MoESpec:
             )
         if self.score not in get_args(Score):
             raise ValueError(f"score={self.score!r} must be one of {', '.join(get_args(Score))}")
+        if not self.scale > 0:
+            raise ValueError(f"scale={self.scale} must be above 0")
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_groups={self.num_groups} must divide num_experts={self.num_experts}"
+            )
+        if not 1 <= self.top_k_groups <= self.num_groups:
+            raise ValueError(
+                f"top_k_groups={self.top_k_groups} must be between 1 and "
+                f"num_groups={self.num_groups}"
+            )
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         if any(layer < 0 for layer in self.dense_layers):
             raise ValueError(f"dense_layers={self.dense_layers} must be counted from 0")

@@ -51,7 +51,7 @@ def test_sizes_that_no_block_has_are_zero():
         ({"attention_scale": 0.0}, "attention_scale"),
         ({"embedding_scale": 0.0}, "embedding_scale"),
         ({"residual_scale": -1.0}, "residual_scale"),
-        ({"logits_scale": 0.0}, "logits_scale"),
+        ({"logits_divisor": 0.0}, "logits_divisor"),
     ],
 )
 def test_what_does_not_agree_is_named(changes: dict[str, Any], name: str):
@@ -68,7 +68,7 @@ def test_what_does_not_agree_is_named(changes: dict[str, Any], name: str):
         {"attention_scale": 0.1},
         {"embedding_scale": 2.0},
         {"residual_scale": 2.0},
-        {"logits_scale": 2.0},
+        {"logits_divisor": 2.0},
         {"float32_residual": True},
     ],
     ids=str,
