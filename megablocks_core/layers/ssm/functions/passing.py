@@ -76,8 +76,9 @@ def over_cut(
     y = ys[0] if len(ys) == 1 else torch.cat(ys, dim=1)
     finals = [final for _, final in results if final is not None]
     if not finals:
-        return _Tied.apply(gathered, y)[0], None
-    return _Tied.apply(gathered, y, _final_state(finals, cut, initial_state))
+        return tied(gathered, y)[0], None
+    y, final = tied(gathered, y, final_state(finals, cut=cut, initial_state=initial_state))
+    return y, final
 
 
 def halo(x: Tensor, *, cut: SequenceCut, width: int) -> list[Tensor]:
@@ -119,15 +120,51 @@ def halo(x: Tensor, *, cut: SequenceCut, width: int) -> list[Tensor]:
     ]
 
 
+def final_state(
+    finals: Sequence[Tensor], *, cut: SequenceCut, initial_state: Tensor | None
+) -> Tensor:
+    """The state behind the last token of each document, or row, if this rank holds that.
+
+    Zeros stand for the others; rank 0 gives the initial states of empty documents.
+
+    Args:
+        finals: From each of this rank's pieces [E ...] or [B ...]. Those of documents that do
+            not end in the piece mean nothing.
+        cut: Who holds what.
+        initial_state: Of the documents; default zeros.
+    """
+    if cut.cu_seqlens is None:
+        last = [start < stop == cut.length for start, stop in cut.pieces]
+        last = last if cut.length else [cut.group.rank == 0]
+        held = [final for final, here in zip(finals, last, strict=False) if here]
+        return held[0] if held else torch.zeros_like(finals[0])
+    starts, stops = cut.cu_seqlens[:-1], cut.cu_seqlens[1:]
+    total = torch.zeros_like(finals[0])
+    if initial_state is not None and cut.group.rank == 0:
+        total = _where(starts == stops, initial_state.to(total.dtype), total)
+    for final, (start, stop) in zip(finals, cut.pieces, strict=True):
+        here = (starts < stops) & (stops > start) & (stops <= stop)
+        total = _where(here, final, total)
+    return total
+
+
+def tied(message: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+    """Results as they are, of which each leads backward to the message.
+
+    So no rank whose own results do not depend on a message stays out of the one that answers it.
+    """
+    return _Tied.apply(message, *results)
+
+
 def check_cut(cut: SequenceCut | None, cu_seqlens: Tensor | None) -> bool:
-    """Whether ranks hold the sequence in pieces, so that documents are those of the cut.
+    """Whether there is a cut, which tells the documents in place of ``cu_seqlens``.
 
     Raises:
-        ValueError: Sums of lengths are given beside a cut.
+        ValueError: Both are given.
     """
     if cut is not None and cu_seqlens is not None:
         raise ValueError("cu_seqlens must not come with a cut, which knows the documents")
-    return cut is not None and cut.group.size > 1
+    return cut is not None
 
 
 def _parts(x: Tensor, cut: SequenceCut) -> list[Tensor]:
@@ -201,23 +238,6 @@ def _entering(
     return torch.where((cu_seqlens == start).any(), first, state)
 
 
-def _final_state(finals: list[Tensor], cut: SequenceCut, initial_state: Tensor | None) -> Tensor:
-    """Of each document, or row, the state behind its last token if this rank holds that."""
-    if cut.cu_seqlens is None:
-        last = [start < stop == cut.length for start, stop in cut.pieces]
-        last = last if cut.length else [cut.group.rank == 0]
-        held = [final for final, here in zip(finals, last, strict=False) if here]
-        return held[0] if held else torch.zeros_like(finals[0])
-    starts, stops = cut.cu_seqlens[:-1], cut.cu_seqlens[1:]
-    total = torch.zeros_like(finals[0])
-    if initial_state is not None and cut.group.rank == 0:
-        total = _where(starts == stops, initial_state.to(total.dtype), total)
-    for final, (start, stop) in zip(finals, cut.pieces, strict=True):
-        here = (starts < stops) & (stops > start) & (stops <= stop)
-        total = _where(here, final, total)
-    return total
-
-
 def _where(documents: Tensor, one: Tensor, other: Tensor) -> Tensor:
     return torch.where(documents.view(-1, *[1] * (one.dim() - 1)), one, other)
 
@@ -252,8 +272,6 @@ def _padded(found: list[Tensor], arrived: Tensor, width: int) -> Tensor:
 
 
 class _Tied(torch.autograd.Function):
-    """Results as they are; backward reaches the message even from a rank that does not use it."""
-
     @staticmethod
     def forward(ctx: Any, message: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
         ctx.shape, ctx.dtype, ctx.device = message.shape, message.dtype, message.device
