@@ -20,6 +20,7 @@ from megablocks_core.parallel.data_parallel.gradient_buffers import set_gradient
 from megablocks_core.parallel.data_parallel.options import check_arguments
 from megablocks_core.parallel.data_parallel.parameter_watch import ParameterWatch
 from megablocks_core.parallel.data_parallel.reducer import BUCKET_BYTES, Reducer
+from megablocks_core.parallel.wrapping.agreement import words_of
 from megablocks_core.parallel.wrapping.refusals import check_experts, refuse_wrapped
 from megablocks_core.parallel.wrapping.replicas import check_replicas
 
@@ -54,8 +55,8 @@ class DataParallel(nn.Module):
 
     Raises:
         ValueError: An argument is none of these; the module, or a part of it, is wrapped
-            already; a parameter differs between ranks; copies of an expert lie outside of
-            ``expert_group``.
+            already; a parameter or an option differs between ranks; copies of an expert lie
+            outside of ``expert_group``.
     """
 
     def __init__(
@@ -173,7 +174,8 @@ class DataParallel(nn.Module):
             self._reducer.remove()
         groups = {"group": self.group, "expert_group": self.expert_group}
         check_experts(named, **groups)
-        check_replicas(named, group=self.group, expert_group=self.expert_group, values=values)
+        agreed = words_of(**self._options)
+        check_replicas(named, **groups, values=values, agreed=agreed)
         if self._communicates:
             self._reducer = Reducer(named, **groups, **self._options)
             self._let_reduce(self._reduces)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from megablocks_core.parallel.fsdp.precision import (
     widen_kept,
 )
 from megablocks_core.parallel.fsdp.units import Unit, plan_units
+from megablocks_core.parallel.wrapping.agreement import words_of
 from megablocks_core.parallel.wrapping.claims import refuse_claimed
 from megablocks_core.parallel.wrapping.refusals import check_experts, refuse_wrapped
 from megablocks_core.parallel.wrapping.replicas import check_replicas
@@ -91,7 +92,7 @@ def fully_shard(
         ValueError: An argument breaks its rule; a parameter cannot be served (a scalar, a DTensor,
             an empty, complex or non-contiguous one); copies of an expert lie outside of
             ``expert_group``; the module is wrapped already; ranks differ in
-            names, shapes, dtypes or values.
+            names, shapes, dtypes, values or options.
     """
     groups = {"group": group, "expert_group": expert_group, "replicate": replicate}
     for name, ranks in groups.items():
@@ -127,8 +128,16 @@ def fully_shard(
             )
         named = list(marks(module))
         refuse_claimed(named)
-    check_replicas(named, group=group, expert_group=expert_group)
-    check_replicas(named, group=replicate, expert_group=LOCAL)
+    agreed = words_of(
+        reduction=reduction,
+        units=units,
+        reshard=reshard,
+        precision=policy,
+        prefetch=prefetch,
+        offload=offload,
+    )
+    check_replicas(named, group=group, expert_group=expert_group, agreed=agreed)
+    check_replicas(named, group=replicate, expert_group=LOCAL, agreed=agreed)
     divisor = group.size * replicate.size if reduction == "mean" else 1
     work = _Work(module, plan, parts, freed, policy, divisor)
     work.wrap(**groups, prefetch=prefetch, offload=offload)
@@ -140,18 +149,20 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Backward passes inside accumulate gradients on each rank and send none.
 
     The first backward pass after it reduces the sum, in which 16-bit gradients are added in
-    float32. Does nothing to a module that ``fully_shard`` left as it is.
+    float32. It may stand inside another one, and ``module`` be one that ``fully_shard`` left as it
+    is, or has such modules in it.
 
     Raises:
         ValueError: ``module`` is none.
     """
     check_module(module)
-    set_sync: Any = getattr(module, "set_requires_gradient_sync", lambda _: None)
-    set_sync(False)
-    try:
+    if not any(hasattr(part, "set_requires_gradient_sync") for part in module.modules()):
+        yield  # torch's FSDP2 is not loaded
+        return
+    from megablocks_core.parallel.fsdp.groups import gradients_stay
+
+    with gradients_stay(module):
         yield
-    finally:
-        set_sync(True)
 
 
 class _Work(NamedTuple):

@@ -8,7 +8,8 @@ others still send the same messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,29 @@ from megablocks_core.groups import LOCAL, Group
 from megablocks_core.groups.messages import start_all_to_all, wait
 from megablocks_core.parallel.fsdp.parts import Kind, Part
 from megablocks_core.parallel.fsdp.precision import PrecisionPolicy
+
+
+class MissingMessage(RuntimeError):
+    """A message did not come, because another rank did not send its part."""
+
+
+@contextmanager
+def naming(what: str, *groups: Group) -> Iterator[None]:
+    """Say of messages over ``groups`` that fail what they were for, and what may be the cause.
+
+    Raises:
+        MissingMessage: In place of the back end's ``RuntimeError``.
+    """
+    try:
+        yield
+    except (MissingMessage, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        ranks = " and ".join(str(list(group.ranks)) for group in groups if group.size > 1)
+        raise MissingMessage(
+            f"{what} did not arrive over the ranks {ranks}: a rank has died, raised in forward or "
+            f"backward, or not called it: {error}"
+        ) from error
 
 
 class Place(NamedTuple):
@@ -66,6 +90,16 @@ class ParameterGroup(FSDPParamGroup):
         self._orig_dtype: torch.dtype | None = kind.own  # torch sets it in the first forward pass
         self.started = lambda unit, backward: None
 
+    def unshard(self, async_op: bool = False) -> None:
+        """Start to gather, as torch does."""
+        with self._naming("parameters"):
+            super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        """Wait for what is gathered, as torch does."""
+        with self._naming("parameters"):
+            super().wait_for_unshard()
+
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather, as torch does."""
         self.started(self.unit, False)
@@ -81,7 +115,17 @@ class ParameterGroup(FSDPParamGroup):
         """Reduce, as torch does, with zeros for what is idle here."""
         if self.reduce_grads and self._entered:
             self._fill_idle()
-        super().post_backward(*unused)
+        with self._naming("gradients"):
+            super().post_backward(*unused)
+
+    def finalize_backward(self) -> None:
+        """Wait for what is reduced, as torch does."""
+        with self._naming("gradients"):
+            super().finalize_backward()
+
+    def _naming(self, what: str) -> AbstractContextManager[None]:
+        unit = f"unit {self._module_fqn!r}" if self._module_fqn else "the root unit"
+        return naming(f"{what} of {unit}", self.place.shards, self.place.copies)
 
     def _fill_idle(self) -> None:
         # Sums over micro-batches may be wider than fresh gradients; one message has one dtype.
@@ -274,6 +318,25 @@ def add_group(
         group.unshard_async_op = True
     state._fsdp_param_groups.append(group)
     return group
+
+
+@contextmanager
+def gradients_stay(module: nn.Module) -> Iterator[None]:
+    """Backward passes inside reduce no gradients; afterwards what did before does again."""
+    groups = [
+        group
+        for part in module.modules()
+        if isinstance(part, FSDPModule)
+        for group in part._get_fsdp_state()._fsdp_param_groups
+    ]
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+    for group in groups:
+        group.reduce_grads = group.all_reduce_grads = False
+    try:
+        yield
+    finally:
+        for group, reduces, sums_copies in before:
+            group.reduce_grads, group.all_reduce_grads = reduces, sums_copies
 
 
 def backward_broke_off(root: FSDPModule) -> bool:

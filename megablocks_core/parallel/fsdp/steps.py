@@ -20,6 +20,7 @@ from megablocks_core.parallel.fsdp.groups import (
     ParameterGroup,
     backward_broke_off,
     forward_broke_off,
+    naming,
 )
 from megablocks_core.parallel.fsdp.prefetch import IndexedOrder, Recording
 
@@ -147,7 +148,8 @@ class Steps:
         used = torch.tensor(flags, dtype=torch.uint8, device=groups[0].device)
         for ranks in groups[0].place[:2]:
             if ranks.size > 1:
-                used = ranks.all_reduce(used, "max")
+                with naming("flags of the parameters used", ranks):
+                    used = ranks.all_reduce(used, "max")
         found = used.tolist()
         for group in groups:
             length = len(group.fsdp_params)

@@ -22,6 +22,7 @@ from megablocks_core.parallel.checks import (
     check_whole,
 )
 from megablocks_core.parallel.gradients.counts import all_finite
+from megablocks_core.parallel.wrapping.agreement import check_agreed, words_of
 
 _STATE = ("scale", "good_steps", "tolerated", "skipped")
 
@@ -46,7 +47,8 @@ class LossScaler:
     Gradients are unscaled in place wherever they lie: whole, DTensors, or a sharded optimizer's
     ranges. Reading the answer waits for the device.
 
-    Sent: as ``all_finite``; over ``group`` one number a step.
+    Sent: as ``all_finite``; over ``group`` one number a step, and at construction words to
+    compare the arguments.
 
     Args:
         initial: The first scale; powers of two leave every digit as it is.
@@ -59,7 +61,7 @@ class LossScaler:
         group: All ranks that step together.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: An argument is out of range, or differs between ranks.
     """
 
     def __init__(
@@ -91,6 +93,16 @@ class LossScaler:
         )
         check_whole("growth_interval", growth_interval, least=1)
         check_whole("hysteresis", hysteresis, least=1)
+        words = words_of(
+            initial=float(initial),
+            growth_factor=float(growth_factor),
+            backoff_factor=float(backoff_factor),
+            growth_interval=int(growth_interval),
+            hysteresis=int(hysteresis),
+            minimum=float(minimum),
+            maximum=float(maximum),
+        )
+        check_agreed(words, groups=[group])
         self._factors = growth_factor, backoff_factor
         self._interval, self._hysteresis = growth_interval, hysteresis
         self._bounds = minimum, maximum

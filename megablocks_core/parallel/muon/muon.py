@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw as adamw_update
 
 from megablocks_core.groups import LOCAL, Group, check_group, gradient_shard, logical_shape, marks
 from megablocks_core.groups.placements import is_dtensor, local
-from megablocks_core.groups.shares import gradient_part
+from megablocks_core.groups.shares import gradient_part, share_of
 from megablocks_core.parallel.checks import check_choice, check_mapping, check_module
 from megablocks_core.parallel.muon.groups import (
     ADAMW,
@@ -30,6 +30,7 @@ from megablocks_core.parallel.muon.matrix_updates import MODES, Unit, orthogonal
 from megablocks_core.parallel.muon.newton_schulz import NewtonSchulz
 from megablocks_core.parallel.muon.owners import owners_of, send_from_owners
 from megablocks_core.parallel.published import Field, Published, cut_alike
+from megablocks_core.parallel.wrapping.agreement import check_agreed, words_of
 
 _FIELDS = {MUON: ("momentum_buffer",), ADAMW: ("exp_avg", "exp_avg_sq")}
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -67,6 +68,7 @@ class Muon(torch.optim.Optimizer):
     owner and back; "duplicated", an all-gather of each; "distributed", for a matrix that is cut
     along its longer dimension, its smaller Gram matrix in each iteration. Over ``group`` an
     all-gather of the weights. Beside that, a flag for each cut matrix over each group that cuts.
+    At construction, words to compare the options.
 
     Args:
         module: The model; its marks say how parameters are cut.
@@ -85,7 +87,8 @@ class Muon(torch.optim.Optimizer):
         expert_group: The ranks that hold the same experts.
 
     Raises:
-        ValueError: An argument is out of range or unknown, or a parameter is on meta.
+        ValueError: An argument is out of range or unknown, or differs between ranks that step
+            together; a parameter is on meta.
     """
 
     def __init__(
@@ -126,8 +129,9 @@ class Muon(torch.optim.Optimizer):
         for one in made:
             check_numbers(one)
         super().__init__(made, {})
-        self._frozen = [(n, p) for n, p, _ in marks(module) if id(p) not in self._members]
         self.mode, self.newton_schulz = mode, newton_schulz
+        self._check_agreed(group, expert_group)
+        self._frozen = [(n, p) for n, p, _ in marks(module) if id(p) not in self._members]
         # From the other end, so that the dearest of both kinds do not meet on one rank.
         self._dealt = {False: _Dealt(group), True: _Dealt(expert_group, from_last=True)}
         for expert, dealt in self._dealt.items():
@@ -218,6 +222,19 @@ class Muon(torch.optim.Optimizer):
         if hasattr(self, "_dealt"):
             raise ValueError("param_group must be given at construction, in groups")
         super().add_param_group(param_group)
+
+    def _check_agreed(self, group: Group, expert_group: Group) -> None:
+        """Over the ranks that step together: those that share, and those that hold other slices."""
+        words = words_of(mode=self.mode, newton_schulz=self.newton_schulz)
+        for number, one in enumerate(self.param_groups):
+            options = {f"{key} of parameter group {number}": v for key, v in _options(one).items()}
+            words |= words_of(**options)
+        cutters = (
+            cutter
+            for member in self._members.values()
+            for cutter in share_of(member.parameter, member.specs).groups
+        )
+        check_agreed(words, groups=(group, expert_group, *cutters))
 
     def _muon(
         self, options: dict[str, Any], members: list[Member], gradients: list[Tensor | None]

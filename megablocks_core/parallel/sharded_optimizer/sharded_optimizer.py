@@ -43,8 +43,9 @@ from megablocks_core.parallel.sharded_optimizer.state import (
     plain_options,
     set_options,
     without_members,
-    words_of,
+    words_of_groups,
 )
+from megablocks_core.parallel.wrapping.agreement import words_of
 from megablocks_core.parallel.wrapping.refusals import check_experts, refuse_wrapped
 from megablocks_core.parallel.wrapping.replicas import check_replicas
 
@@ -107,8 +108,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: An argument is none of these; the optimizer works on whole tensors; a
             parameter is sharded already, differs between ranks, or is in no or two parameter
-            groups; hyperparameters differ between ranks; the module's gradients are reduced by
-            another wrapper.
+            groups; options or hyperparameters differ between ranks; the module's gradients are
+            reduced by another wrapper.
     """
 
     def __init__(  # noqa: PLR0913 (each is an option of its own)
@@ -144,7 +145,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         named = [(member.name, member.parameter, member.specs) for member in self._members]
         _check_crossing(group, replicate)
         check_experts(named, group=group, expert_group=expert_group, replicate=replicate)
-        agreed = words_of(self.param_groups)
+        agreed = {
+            **words_of_groups(self.param_groups),
+            **words_of(
+                optimizer_class=optimizer_class.__qualname__,
+                zero=zero,
+                reduction=reduction,
+                masters=masters,
+                reduce_dtype=reduce_dtype,
+                wire_dtype=wire_dtype,
+                overlap=overlap,
+                offload=offload,
+                bucket_bytes=bucket_bytes,
+            ),
+        }
         check_replicas(named, group=group, expert_group=expert_group, agreed=agreed)
         check_replicas(named, group=replicate, expert_group=LOCAL, agreed=agreed)
         reducer = None

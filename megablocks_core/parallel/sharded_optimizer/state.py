@@ -131,7 +131,7 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def words_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def words_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The plain options of all parameter groups in words, which ranks compare."""
     return {
         f"{key} of parameter group {number}": repr(value)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import Group, Specs
+from megablocks_core.parallel.wrapping.agreement import compare_words
 
 # Elements that are widened at a time.
 _BLOCK = 1 << 20
@@ -46,7 +47,7 @@ def check_replicas(
         found = over.all_gather_object((mine, dict(agreed)))
         for rank, (theirs, others) in zip(over.ranks, found, strict=True):
             _compare(mine, theirs, rank)
-            _compare_agreed(agreed, others, rank)
+            compare_words(agreed, others, rank)
 
 
 def _compare(mine: list[tuple], theirs: list[tuple], rank: int) -> None:
@@ -62,16 +63,6 @@ def _compare(mine: list[tuple], theirs: list[tuple], rank: int) -> None:
             f"module must have the same parameters on all ranks: {len(mine)} here and "
             f"{len(theirs)} on rank {rank}"
         )
-
-
-def _compare_agreed(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> None:
-    for name in sorted({*mine, *theirs}):
-        here, there = mine.get(name, "missing"), theirs.get(name, "missing")
-        if here != there:
-            raise ValueError(
-                f"{name} must be the same on all ranks: it is {here} here and {there} on rank "
-                f"{rank}"
-            )
 
 
 def _sum(parameter: Tensor) -> int:

@@ -182,6 +182,37 @@ def test_a_rank_that_raises_in_backward_ends_the_others_in_time():
 
 
 @ranks(2)
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_rank_that_leaves_out_a_pass_is_suspected_by_the_others(part):
+    group = Mesh(timeout=timedelta(seconds=2)).group("dp")
+    torch.manual_seed(0)
+    net = fully_shard(Net(), group=group)
+    x = torch.ones(1, 3)
+    net(x).sum().backward()
+    if group.rank == 1:
+        if part == "backward":
+            net(x)
+        return
+    words = r"(unit .layers.\d.|the root unit) did not arrive over the ranks \[0, 1\]: a rank"
+    with pytest.raises(RuntimeError, match=words):
+        net(x).sum().backward()
+
+
+@ranks(2)
+def test_no_sync_may_stand_in_another_and_around_what_holds_the_module():
+    net, twin, own_x, x = sharded()
+    outer = nn.ModuleDict({"net": net})
+    with no_sync(outer):
+        with no_sync(net):
+            net(own_x).sum().backward()
+        net(own_x).sum().backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    net(own_x).sum().backward()
+    (3 * twin(x).sum() / 2).backward()
+    assert_equal_gradients(net, twin)
+
+
+@ranks(2)
 def test_parameters_that_came_later_are_refused_by_name():
     net, _, own_x, _ = sharded()
     net(own_x).sum().backward()

@@ -31,7 +31,7 @@ SCALER = {
 }
 
 
-def _refused(model, group):
+def _refused(model, group, scaler):
     no.refused(
         reduce_gradients,
         {"module": model, "group": group},
@@ -55,16 +55,17 @@ def _refused(model, group):
     right = {"module_or_parameters": model}
     no.refused(count_zeros, {**right, "pp": group}, {**GIVEN, "pp": no.NO_GROUPS})
     no.refused(all_finite, {**right, "group": group}, {**GIVEN, "group": no.NO_GROUPS})
-    no.refused(LossScaler(group=group).unscale_, {}, GIVEN)
+    no.refused(scaler.unscale_, {}, GIVEN)
 
 
 @ranks(1, 2)
 def test_gradients_stay_and_one_rank_is_refused_before_any_message():
     group, model = Mesh().group("dp"), nn.Linear(2, 2)
+    scaler = LossScaler(group=group)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 3.0)
     if group.rank == 0:  # what it sent would find nobody
-        _refused(model, group)
+        _refused(model, group, scaler)
     reduce_gradients(model, group=group)
     assert all(parameter.grad.unique().tolist() == [3.0] for parameter in model.parameters())
 
