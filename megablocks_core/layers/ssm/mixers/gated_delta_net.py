@@ -23,6 +23,7 @@ from megablocks_core.groups import (
     split_evenly,
 )
 from megablocks_core.layers.linear import LinearFactory, apply_each, parallel_linear
+from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
 from megablocks_core.layers.ssm.functions.delta import gated_delta_rule
 from megablocks_core.layers.ssm.functions.steps import gated_delta_step
 from megablocks_core.layers.ssm.mixers.decays import (
@@ -36,7 +37,6 @@ from megablocks_core.layers.ssm.mixers.depthwise import DepthwiseConv1d
 from megablocks_core.layers.ssm.mixers.float32 import wide_dtype
 from megablocks_core.layers.ssm.mixers.gated_norm import GatedRMSNorm
 from megablocks_core.layers.ssm.mixers.mixer import Function, Mixer, Projected
-from megablocks_core.layers.ssm.mixers.stand_ins import causal_conv1d
 from megablocks_core.layers.ssm.mixers.state import MixerState
 from megablocks_core.parallel.initial import key_for
 

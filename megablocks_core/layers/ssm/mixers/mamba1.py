@@ -27,6 +27,7 @@ from megablocks_core.groups import (
 )
 from megablocks_core.layers.linear import LinearFactory, parallel_linear
 from megablocks_core.layers.norm import RMSNorm
+from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
 from megablocks_core.layers.ssm.functions.selective import selective_scan
 from megablocks_core.layers.ssm.functions.steps import selective_step
 from megablocks_core.layers.ssm.mixers.decays import (
@@ -40,7 +41,6 @@ from megablocks_core.layers.ssm.mixers.depthwise import DepthwiseConv1d
 from megablocks_core.layers.ssm.mixers.float32 import Float32Parameters, wide_dtype
 from megablocks_core.layers.ssm.mixers.gated_norm import gated
 from megablocks_core.layers.ssm.mixers.mixer import Function, Mixer, Projected
-from megablocks_core.layers.ssm.mixers.stand_ins import causal_conv1d
 from megablocks_core.layers.ssm.mixers.state import MixerState
 from megablocks_core.parallel.initial import key_for, uniform_
 

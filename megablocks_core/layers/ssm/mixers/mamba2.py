@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, Segment, ShardSpec, check_group, mark, specs_of
 from megablocks_core.layers.linear import LinearFactory, parallel_linear
+from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
 from megablocks_core.layers.ssm.functions.steps import ssd_step
 from megablocks_core.layers.ssm.mixers.decays import (
     check_range,
@@ -26,7 +27,7 @@ from megablocks_core.layers.ssm.mixers.depthwise import DepthwiseConv1d
 from megablocks_core.layers.ssm.mixers.float32 import wide_dtype
 from megablocks_core.layers.ssm.mixers.gated_norm import GatedRMSNorm
 from megablocks_core.layers.ssm.mixers.mixer import Function, Mixer, Projected
-from megablocks_core.layers.ssm.mixers.stand_ins import causal_conv1d, ssd_chunk_scan
+from megablocks_core.layers.ssm.mixers.stand_ins import ssd_chunk_scan
 from megablocks_core.layers.ssm.mixers.state import MixerState
 from megablocks_core.parallel.initial import key_for
 

@@ -81,14 +81,14 @@ class Mixer(Float32Parameters, ABC):
         Args:
             x_TH: Input; one row, [T H] or [1 T H], with documents. This rank's tokens under
                 sequence parallelism and under ``cut``.
-            cu_seqlens: Sums of the documents' lengths, from 0 [E+1]; those of the whole row
-                under ``cut`` too.
+            cu_seqlens: Sums of the documents' lengths, from 0 [E+1].
             cu_seqlens_padded: Where documents are stored, if pads lie between them [E+1].
-            cut: How the row is cut over ``cp``.
+            cut: How the whole row is cut over ``cp``. It tells where documents are stored; the
+                other two then serve to tell pads.
 
         Raises:
-            ValueError: ``cut`` is missing or over other ranks than ``cp``; the documents do not fit
-                the row.
+            ValueError: ``cut`` is missing, over other ranks than ``cp``, or without the documents;
+                the documents do not fit the row.
         """
         y_TH, _ = self._run(
             x_TH, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded, cut=cut, keep=False
@@ -166,12 +166,12 @@ class Mixer(Float32Parameters, ABC):
         keep: bool,
     ) -> tuple[Tensor, MixerState | None]:
         """A whole sequence, or the pieces of it that this rank holds."""
-        self._check(cut)
+        self._check(cut, cu_seqlens)
         documents, real_T1 = cu_seqlens, None
         if cu_seqlens is not None and cu_seqlens_padded is not None:
             documents = cu_seqlens_padded
-            real_T1 = self._real(x_TH.shape[-2], cu_seqlens, cu_seqlens_padded, cut)
             own = x_TH.shape[-2]
+            real_T1 = self._real(own, cu_seqlens, documents, cut)
             first = self.tp.rank * own if self.sequence_parallel else 0
             x_TH = x_TH.where(real_T1.narrow(0, first, own), 0)
         projected = self._project(x_TH)
@@ -179,8 +179,9 @@ class Mixer(Float32Parameters, ABC):
         gate, channels, steps = (
             part.reshape(math.prod(leading), *part.shape[-2:]) for part in projected
         )
-        run = {"cu_seqlens": documents, "cut": cut, "return_final_state": keep}
+        row = {"cu_seqlens": documents} if cut is None else {"cut": cut}
         before = MixerState(None, None) if state is None else state  # type: ignore[arg-type]
+        run = {**row, "return_final_state": keep}
         convolve = partial(self.convolution, activation=True, initial_state=before.conv, **run)
         scan = partial(self.scan, initial_state=before.ssm, **run)
         y_BTi, new = self._mix(channels, steps, _exact(convolve), _exact(scan))
@@ -198,11 +199,13 @@ class Mixer(Float32Parameters, ABC):
         length = whole if cut is None else cut.length
         return real_tokens(cu_seqlens, cu_seqlens_padded, length=length, cut=cut)[:, None]
 
-    def _check(self, cut: SequenceCut | None) -> None:
+    def _check(self, cut: SequenceCut | None, cu_seqlens: Tensor | None) -> None:
         if cut is None and self.cp.size > 1:
             raise ValueError(f"cut=None must say how the row is cut over {self.cp.size} ranks")
         if cut is not None and cut.group.ranks != self.cp.ranks:
             raise ValueError(f"cut over {cut.group} must be over cp={self.cp}")
+        if cut is not None and cut.cu_seqlens is None and cu_seqlens is not None:
+            raise ValueError("cut must know the documents: SequenceCut(length, cu_seqlens=...)")
 
     def _refuse_pieces(self, what: str) -> None:
         if self.cp.size > 1:

@@ -175,7 +175,7 @@ def test_injected_parts_are_used():
     mixer = build("Mamba2", linear=linear, convolution=convolution, scan=scan)
     assert mixer(torch.ones(3, HIDDEN)).shape == (3, HIDDEN)
     assert built == [("column", 2 * 8 + 2 * 6 + 4), ("row", HIDDEN)]
-    common = ["cu_seqlens", "cut", "initial_state", "return_final_state"]
+    common = ["cu_seqlens", "initial_state", "return_final_state"]
     assert seen == [["activation", *common], ["D", "chunk_size", *common]]
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
@@ -141,11 +142,14 @@ def test_copies_and_saved_tensors_are_the_same_mixer(kind):
 
 @each_kind
 def test_it_runs_where_no_value_can_be_read(kind):
-    with FakeTensorMode(allow_non_fake_inputs=False):
-        mixer = build(kind)
+    mixer, mode = build(kind), FakeTensorMode()
+    for part in mixer.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(mode.from_tensor(parameter.detach())))
+    with mode:
         x_TH = torch.randn(9, HIDDEN, requires_grad=True)
         sums = torch.tensor([0, 4, 8])
-        mixer(x_TH, cu_seqlens=sums - 0, cu_seqlens_padded=sums).sum().backward()
+        mixer(x_TH, cu_seqlens=sums // 2, cu_seqlens_padded=sums).sum().backward()
         y_TH, state = mixer.prefill(x_TH, cu_seqlens=sums)
         y_BH, _ = mixer.step(torch.randn(2, HIDDEN), state)
     assert (y_TH.shape, y_BH.shape) == ((9, HIDDEN), (2, HIDDEN))
@@ -188,6 +192,8 @@ def test_pieces_need_a_cut_over_their_ranks():
         mixer(x_TH)
     with pytest.raises(ValueError, match="must be over cp="):
         build("Mamba2")(x_TH, cut=SequenceCut(8, group=cp))
+    with pytest.raises(ValueError, match="cut must know the documents"):
+        mixer(x_TH, cu_seqlens=CU_SEQLENS, cut=SequenceCut(8, group=cp))
     for call in (mixer.prefill, lambda x: mixer.step(x, mixer.empty_state(4))):
         with pytest.raises(ValueError, match="which sees whole rows"):
             call(x_TH)

@@ -1,0 +1,147 @@
+"""Mixers whose sequences are cut over ranks equal one process, with heads cut or not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from megablocks_core.groups import LOCAL, Mesh, gather_from
+from megablocks_core.parallel import SequenceCut, reduce_gradients
+from megablocks_core.testing import assert_parallel_equivalence, ranks
+from tests.layers.ssm.mixers.kinds import HIDDEN, KINDS, build, loss, tokens
+from tests.traffic import Traffic
+
+# A document begins at, before and behind the borders of pieces; some are empty.
+DOCUMENTS = torch.tensor([0, 4, 4, 7, 8, 13, 14])
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@each_kind
+@ranks(2, 4)
+def test_pieces_equal_one_process(kind):
+    cp = Mesh(cp=dist.get_world_size()).group("cp")
+    for documents, cut_kind in ((DOCUMENTS, "zigzag"), (None, "contiguous")):
+        _compare(kind, 15, cp=cp, documents=documents, cut_kind=cut_kind)
+
+
+@pytest.mark.slow
+@each_kind
+@ranks(2, 4)
+def test_every_cut_of_every_length_equals_one_process(kind):
+    cp = Mesh(cp=dist.get_world_size()).group("cp")
+    for length in (1, 3, 14, 16, 33):
+        for cut_kind in ("contiguous", "zigzag"):
+            for documents in (None, DOCUMENTS.clamp(max=length)):
+                _compare(kind, length, cp=cp, documents=documents, cut_kind=cut_kind)
+
+
+@each_kind
+@ranks(4)
+def test_pieces_and_heads_over_ranks_equal_one_process(kind):
+    mesh = Mesh(tp=2, cp=2)
+    options = {"num_groups": 1, "norm_groups": 1} if kind == "Mamba2" else {}
+    for sequence_parallel in (False, True):
+        _compare(
+            kind,
+            16,
+            cp=mesh.group("cp"),
+            tp=mesh.group("tp"),
+            group=mesh.group("tp", "cp"),
+            documents=DOCUMENTS,
+            sequence_parallel=sequence_parallel,
+            **options,
+        )
+
+
+@ranks(2)
+def test_pads_in_a_cut_row_change_nothing():
+    cp = Mesh(cp=2).group("cp")
+    torch.manual_seed(0)
+    whole = build("Mamba2").double()
+    torch.manual_seed(0)
+    mixer = build("Mamba2", cp=cp).double()
+    x_TH = tokens(12, HIDDEN)
+    sums = {
+        "cu_seqlens": torch.tensor([0, 3, 7]),
+        "cu_seqlens_padded": torch.tensor([0, 5, 10]),
+    }
+    cut = SequenceCut(12, cu_seqlens=sums["cu_seqlens_padded"], group=cp, kind="zigzag")
+    y_TH = mixer(cut.shard(x_TH, 0), cut=cut, **sums)
+    assert_close(cut.unshard(y_TH, 0), whole(x_TH, **sums))
+
+
+@each_kind
+@ranks(2)
+def test_what_is_sent_does_not_grow_with_the_length(kind):
+    cp = Mesh(cp=2).group("cp")
+    mixer = build(kind, cp=cp).eval()
+    seen = []
+    for length in (64, 256):
+        cut = SequenceCut(length, group=cp)
+        with torch.no_grad(), Traffic() as traffic:
+            mixer(tokens(cut.local_length, HIDDEN, dtype=torch.float32), cut=cut)
+        seen.append(traffic.sorted_sizes())
+    assert seen[0] == seen[1]
+    assert {name: len(sizes) for name, sizes in seen[0].items()} == {
+        "all_to_all": 1,
+        "all_gather": 1,
+    }
+
+
+def _compare(
+    kind,
+    length,
+    *,
+    cp,
+    tp=LOCAL,
+    group=None,
+    documents=None,
+    cut_kind="contiguous",
+    sequence_parallel=False,
+    **options,
+):
+    cut = SequenceCut(length, cu_seqlens=documents, group=cp, kind=cut_kind)
+
+    def made(group):
+        if group.size == 1:
+            return _Row(build(kind, recurrent=True, **options), documents)
+        layout = {"tp": tp, "cp": cp, "sequence_parallel": sequence_parallel}
+        return _Pieces(build(kind, **layout, **options), cut)
+
+    def own(inputs):
+        (x_TH,) = inputs
+        x_TH = cut.by_rank(x_TH, 0).split(cut.local_lengths)[cp.rank]
+        return (x_TH.chunk(tp.size)[tp.rank] if sequence_parallel else x_TH,)
+
+    def whole(y_TH):
+        if sequence_parallel:
+            y_TH = gather_from(y_TH, dim=0, group=tp)
+        return cut.unshard(y_TH, 0)
+
+    assert_parallel_equivalence(
+        made,
+        (tokens(length, HIDDEN),),
+        group=cp if group is None else group,
+        loss=loss,
+        split=own,
+        join=whole,
+        reduce=lambda module: reduce_gradients(module, group=cp, reduction="sum"),
+    )
+
+
+class _Row(torch.nn.Module):
+    def __init__(self, mixer, documents):
+        super().__init__()
+        self.mixer, self.documents = mixer, documents
+
+    def forward(self, x_TH):
+        return self.mixer(x_TH, cu_seqlens=self.documents)
+
+
+class _Pieces(torch.nn.Module):
+    def __init__(self, mixer, cut):
+        super().__init__()
+        self.mixer, self.cut = mixer, cut
+
+    def forward(self, x_TH):
+        return self.mixer(x_TH, cut=self.cut)
