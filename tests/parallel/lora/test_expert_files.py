@@ -1,6 +1,7 @@
 """Adapters of experts go to a folder, come back at any layout, and are peft's and Mixtral's."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from megablocks_core.auto import decoder_from_hf
 from megablocks_core.export import save_hf
-from megablocks_core.groups import Group, Mesh, gather_whole
+from megablocks_core.groups import Group, Mesh, gather_whole, marks, whole_tensor
 from megablocks_core.layers.moe import GroupedExperts, LocalDispatcher, MoE, TopKRouter
 from megablocks_core.parallel import add_lora, load_lora, merge_lora, remove_lora, save_lora
 from megablocks_core.parallel.lora.lora import adapt
@@ -125,7 +126,7 @@ class _Experts(nn.Module):
     def __init__(self, experts):
         super().__init__()
         sizes = {"gate_proj": (H, I), "up_proj": (H, I), "down_proj": (I, H)}
-        self.experts = nn.ModuleList(
+        self.experts: Any = nn.ModuleList(
             nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
             for _ in range(E)
         )
@@ -229,6 +230,11 @@ def _product(whole, layer, name):
     return low, high, 2.0 * high @ low
 
 
+def _experts(model: Any):
+    """Those of each layer, gate and up in one."""
+    return [layer.mlp.experts for layer in model.model.layers]
+
+
 @ranks(1, 2, 4)
 def test_logits_and_gradients_are_those_of_mixtral_with_the_products_in_its_weights(tmp_path):
     size, group = dist.get_world_size(), Group.of(dist.group.WORLD)
@@ -241,29 +247,29 @@ def test_logits_and_gradients_are_those_of_mixtral_with_the_products_in_its_weig
     assert len(names) == 6
     whole = gather_whole(fill_factors(ours))
     with torch.no_grad():
-        for index, layer in enumerate(theirs.model.layers):
+        for index, experts in enumerate(_experts(theirs)):
             parts = [_product(whole, index, name)[2] for name in PROJECTIONS]
-            layer.mlp.experts.gate_up_proj.add_(torch.cat(parts[:2], dim=1))
-            layer.mlp.experts.down_proj.add_(parts[2])
+            experts.gate_up_proj.add_(torch.cat(parts[:2], dim=1))
+            experts.down_proj.add_(parts[2])
     logits, expected = ours(tokens, gather_logits=True).logits, theirs(input_ids=tokens).logits
     # transformers rounds to float32 inside norms and rotary tables, in float64 models too.
     assert (logits - expected).norm() < 2e-6 * expected.norm()
     logits.square().mean().backward()
     expected.square().mean().backward()
-    grads = {name: p.grad for name, p in ours.named_parameters() if "lora" in name}
-    assert all(grad is not None for grad in grads.values())
-    if size == 1:
-        for index, layer in enumerate(theirs.model.layers):
-            gate_up = layer.mlp.experts.gate_up_proj.grad.chunk(2, dim=1)
-            for name, dw in zip(
-                PROJECTIONS, (*gate_up, layer.mlp.experts.down_proj.grad), strict=True
-            ):
-                low, high, _ = _product(whole, index, name)
-                own = [grads[n] for n in grads if f"layers.{index}." in n and f"{name}_lora" in n]
-                for ours_, theirs_ in zip(
-                    own, (2.0 * high.mT @ dw, 2.0 * dw @ low.mT), strict=True
-                ):
-                    assert (ours_ - theirs_).norm() < 1e-5 * theirs_.norm()
+    copies = mesh.size("dp")  # Ranks with the same tokens, of which each gives experts its own.
+    grads = {
+        name: whole_tensor(parameter.grad, specs) / copies
+        for name, parameter, specs in marks(ours)
+        if "lora" in name
+    }
+    for index, experts in enumerate(_experts(theirs)):
+        dws = (*experts.gate_up_proj.grad.chunk(2, dim=1), experts.down_proj.grad)
+        for name, dw in zip(PROJECTIONS, dws, strict=True):
+            low, high, _ = _product(whole, index, name)
+            path = f"model.layers.{index}.mlp.experts.{name}_lora"
+            for x, expected_grad in (("A", 2.0 * high.mT @ dw), ("B", 2.0 * dw @ low.mT)):
+                error = grads[f"{path}_{x}.weight"] - expected_grad
+                assert error.norm() < 1e-5 * expected_grad.norm(), (path, x)
 
     merge_lora(ours)
     remove_lora(ours)
