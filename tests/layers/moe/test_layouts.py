@@ -58,6 +58,7 @@ LAYOUTS = {
         {"tp": 2, "ep": 2, "etp": 2},
         {"tp": 2, "ep": 2, "sp": True},
         {"tp": 4, "ep": 2, "sp": True},
+        {"tp": 2, "ep": 2, "etp": 2, "sp": True},
     ],
 }
 
