@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Builds the pinned environment of one oracle under .oracles/NAME, this package in it.
-# Usage: tools/oracles.sh transformers|megatron|modelopt|transformer-engine|streaming
+# Usage: tools/oracles.sh transformers|megatron|mamba|modelopt|transformer-engine|streaming
 # The last line of its output is that environment's python; everything else goes to stderr.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 name=${1-}
 case $name in
-transformers | megatron | modelopt | transformer-engine | streaming) ;;
+transformers | megatron | mamba | modelopt | transformer-engine | streaming) ;;
 *)
-    names="transformers, megatron, modelopt, transformer-engine or streaming"
+    names="transformers, megatron, mamba, modelopt, transformer-engine or streaming"
     echo "NAME=$name must be $names" >&2
     exit 2
     ;;
@@ -44,6 +44,12 @@ build() {
         # Read as text, to see that docs/moe.md names every field of theirs.
         "$python" -m pip download -q --no-deps --no-build-isolation -d "$env/sources" \
             megablocks==0.10.0 torchtitan==0.3.0
+        ;;
+    mamba)  # with causal-conv1d: plain references and signatures, nothing of CUDA is built
+        install triton==3.9.0 einops==0.8.2 setuptools wheel
+        MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE \
+            CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE \
+            install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1 causal-conv1d==1.7.0
         ;;
     modelopt)
         install nvidia-ml-py==13.615.71 omegaconf==2.4.0 pulp==3.3.2 pydantic regex rich \
