@@ -42,6 +42,9 @@ def grouped_product(
             the gradient of ``x``.
         capacity: C, if expert j has the places from j C on; N = e C.
         kernels: What computes it; default ``kernels_for(x)``.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit, or ``places`` is missing where ``x`` has a gradient.
     """
     _check(x_MI, rows_N, weight_eOI, counts_e)
     num_places = len(x_MI) if rows_N is None else len(rows_N)

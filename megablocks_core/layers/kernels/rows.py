@@ -32,6 +32,9 @@ def permute(
         places_Mk: The places that read each row [M k]; negative: none.
         weights: Of the places [N].
         kernels: What computes it; default ``kernels_for(x)``.
+
+    Raises:
+        ValueError: A shape does not fit.
     """
     _check(x_MH, len(x_MH), rows_N, places_Mk, weights)
     return _Permute.apply(kernels or kernels_for(x_MH), x_MH, rows_N, places_Mk, weights)
@@ -55,6 +58,9 @@ def unpermute(
         rows_N: The token of each place [N]; negative: none.
         weights: Of the places [N].
         kernels: What computes it; default ``kernels_for(y)``.
+
+    Raises:
+        ValueError: A shape does not fit.
     """
     _check(y_NH, len(places_Tk), rows_N, places_Tk, weights)
     if len(y_NH) != len(rows_N):
