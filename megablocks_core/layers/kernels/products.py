@@ -44,7 +44,8 @@ def grouped_product(
         kernels: What computes it; default ``kernels_for(x)``.
 
     Raises:
-        ValueError: Shapes or dtypes do not fit, or ``places`` is missing where ``x`` has a gradient.
+        ValueError: Shapes or dtypes do not fit, or ``places`` is missing where ``x`` has a
+            gradient.
     """
     _check(x_MI, rows_N, weight_eOI, counts_e)
     num_places = len(x_MI) if rows_N is None else len(rows_N)
