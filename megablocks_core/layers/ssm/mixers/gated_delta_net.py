@@ -7,6 +7,7 @@ A lowercase letter is this rank's share of the capital one.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from megablocks_core.groups import (
     Group,
     Segment,
     ShardSpec,
-    check_group,
     copy_to,
     mark,
     specs_of,
@@ -25,7 +25,15 @@ from megablocks_core.groups import (
 from megablocks_core.layers.linear import LinearFactory, apply_each, parallel_linear
 from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
 from megablocks_core.layers.ssm.functions.delta import gated_delta_rule
+from megablocks_core.layers.ssm.functions.heads import to_tokens
 from megablocks_core.layers.ssm.functions.steps import gated_delta_step
+from megablocks_core.layers.ssm.mixers.by_heads import (
+    Context,
+    Part,
+    channels_to_heads,
+    check_context,
+    rows_of_heads,
+)
 from megablocks_core.layers.ssm.mixers.decays import (
     check_range,
     draw_log_rates_,
@@ -38,10 +46,25 @@ from megablocks_core.layers.ssm.mixers.float32 import wide_dtype
 from megablocks_core.layers.ssm.mixers.gated_norm import GatedRMSNorm
 from megablocks_core.layers.ssm.mixers.mixer import Function, Mixer, Projected
 from megablocks_core.layers.ssm.mixers.state import MixerState
+from megablocks_core.parallel import SequenceCut
 from megablocks_core.parallel.initial import key_for
 
 # Added to the square of a query's or key's length before it is made 1.
 _LENGTH_EPS = 1e-6
+
+
+class Weights(NamedTuple):
+    """What a convolution and a scan take of some heads.
+
+    Attributes:
+        taps: Of the convolution [c W].
+        A_log: Logarithms of the rates of decay [m].
+        dt_bias: [m].
+    """
+
+    taps: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
 
 
 class GatedDeltaNet(Mixer):
@@ -79,6 +102,8 @@ class GatedDeltaNet(Mixer):
         scan: Called as ``gated_delta_rule`` is.
         tp: The tensor-parallel ranks.
         cp: Ranks that hold pieces of the sequence.
+        context: How they work together: "states" passes states on, "heads" exchanges tokens for
+            heads and back.
         device: Of the parameters.
         dtype: Of the parameters.
 
@@ -109,20 +134,22 @@ class GatedDeltaNet(Mixer):
         scan: Function = gated_delta_rule,
         tp: Group = LOCAL,
         cp: Group = LOCAL,
+        context: Context = "states",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_group(cp)
         if num_key_heads < 1 or num_value_heads % num_key_heads:
             raise ValueError(
                 f"num_key_heads={num_key_heads} must divide num_value_heads={num_value_heads}"
             )
         split_evenly(num_key_heads, group=tp, name="num_key_heads")
+        check_context(context, num_value_heads, tp=tp, cp=cp)
         check_range("time_step_range", time_step_range, lowest=1e-12)
         check_range("rate_range", rate_range, lowest=1e-12)
         self.key_heads, self.value_heads = num_key_heads // tp.size, num_value_heads // tp.size
         self.key_dim, self.value_dim, self.tp, self.cp = key_dim, value_dim, tp, cp
+        self.context: Context = context
         self.time_step_range, self.rate_range = time_step_range, rate_range
         self.sequence_parallel = sequence_parallel
         self.convolution, self.scan_step = convolution, gated_delta_step
@@ -193,26 +220,53 @@ class GatedDeltaNet(Mixer):
     def _mix(
         self, channels: Tensor, steps: Tensor, convolve: Function, scan: Function
     ) -> tuple[Tensor, MixerState]:
-        channels, conv_state = convolve(channels, *self.conv1d.weights())
-        keys = self.key_heads * self.key_dim
-        q, k, v = channels.split((keys, keys, self.value_heads * self.value_dim), dim=-1)
-        q, k = (self._of_value_heads(part) for part in (q, k))
+        taps, _ = self.conv1d.weights()
+        weights = Weights(taps, self.A_log, self.dt_bias)
+        y, state = self._mix_with(weights, channels, steps, convolve, scan)
+        return y.flatten(-2), state
+
+    def _mix_by_heads(
+        self, channels: Tensor, steps: Tensor, convolve: Function, scan: Function, cut: SequenceCut
+    ) -> tuple[Tensor, MixerState]:
+        keys = Part(self.key_heads, self.key_dim)
+        parts, cp = (keys, keys, Part(self.value_heads, self.value_dim)), self.cp
+        taps, _ = self.conv1d.weights()
+        weights = Weights(
+            rows_of_heads(taps, parts, cp),
+            *(x.chunk(cp.size)[cp.rank] for x in (self.A_log, self.dt_bias)),
+        )
+        channels, *each = channels_to_heads(
+            channels, parts, *steps.chunk(2, dim=-1), num_heads=self.value_heads, cut=cut
+        )
+        y, state = self._mix_with(weights, channels, torch.cat(each, dim=-1), convolve, scan)
+        return to_tokens(y, cut=cut)[0].flatten(-2), state
+
+    def _mix_with(
+        self, weights: Weights, channels: Tensor, steps: Tensor, convolve: Function, scan: Function
+    ) -> tuple[Tensor, MixerState]:
+        """Outputs [... m V] of the value heads whose weights these are."""
+        heads = len(weights.A_log)
+        values = heads * self.value_dim
+        keys = (len(weights.taps) - values) // 2
+        channels, conv_state = convolve(channels, weights.taps, None)
+        q, k, v = channels.split((keys, keys, values), dim=-1)
+        q, k = (self._unit(part, heads) for part in (q, k))
         strengths, decays = steps.chunk(2, dim=-1)
         y, ssm_state = scan(
             q,
             k,
-            v.unflatten(-1, (self.value_heads, self.value_dim)),
-            rates(self.A_log) * step_sizes(decays, self.dt_bias),
+            v.unflatten(-1, (heads, self.value_dim)),
+            rates(weights.A_log) * step_sizes(decays, weights.dt_bias),
             strengths.to(wide_dtype(strengths.dtype)).sigmoid(),
         )
-        return y.flatten(-2), MixerState(conv_state, ssm_state)
+        return y, MixerState(conv_state, ssm_state)
 
-    def _of_value_heads(self, part: Tensor) -> Tensor:
+    def _unit(self, part: Tensor, value_heads: int) -> Tensor:
         """Queries or keys [... m K] of length 1, one for each value head."""
-        heads = part.unflatten(-1, (self.key_heads, self.key_dim))
+        heads = part.unflatten(-1, (-1, self.key_dim))
         wide = heads.to(wide_dtype(heads.dtype))
         unit = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _LENGTH_EPS)
-        return unit.to(part.dtype).repeat_interleave(self.value_heads // self.key_heads, dim=-2)
+        return unit.to(part.dtype).repeat_interleave(value_heads // heads.shape[-2], dim=-2)
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         heads = (self.value_heads, self.value_dim)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,16 @@ from torch import Tensor, nn
 from megablocks_core.groups import LOCAL, Group, Segment, ShardSpec, check_group, mark, specs_of
 from megablocks_core.layers.linear import LinearFactory, parallel_linear
 from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
+from megablocks_core.layers.ssm.functions.heads import to_tokens
+from megablocks_core.layers.ssm.functions.ssd import ssd_chunk_scan
 from megablocks_core.layers.ssm.functions.steps import ssd_step
+from megablocks_core.layers.ssm.mixers.by_heads import (
+    Context,
+    Part,
+    channels_to_heads,
+    check_context,
+    rows_of_heads,
+)
 from megablocks_core.layers.ssm.mixers.decays import (
     check_range,
     draw_log_rates_,
@@ -27,9 +37,27 @@ from megablocks_core.layers.ssm.mixers.depthwise import DepthwiseConv1d
 from megablocks_core.layers.ssm.mixers.float32 import wide_dtype
 from megablocks_core.layers.ssm.mixers.gated_norm import GatedRMSNorm
 from megablocks_core.layers.ssm.mixers.mixer import Function, Mixer, Projected
-from megablocks_core.layers.ssm.mixers.stand_ins import ssd_chunk_scan
 from megablocks_core.layers.ssm.mixers.state import MixerState
+from megablocks_core.parallel import SequenceCut
 from megablocks_core.parallel.initial import key_for
+
+
+class Weights(NamedTuple):
+    """What a convolution and a scan take of some heads.
+
+    Attributes:
+        taps: Of the convolution [c W].
+        shift: Its bias [c], if it has one.
+        A_log: Logarithms of the rates of decay [h].
+        D: [h].
+        dt_bias: [h].
+    """
+
+    taps: Tensor
+    shift: Tensor | None
+    A_log: Tensor
+    D: Tensor
+    dt_bias: Tensor
 
 
 class Mamba2(Mixer):
@@ -68,6 +96,8 @@ class Mamba2(Mixer):
         scan: Called as ``ssd_chunk_scan`` is.
         tp: The tensor-parallel ranks.
         cp: Ranks that hold pieces of the sequence.
+        context: How they work together: "states" passes states on, "heads" exchanges tokens for
+            heads and back.
         device: Of the parameters.
         dtype: Of the parameters.
 
@@ -105,16 +135,18 @@ class Mamba2(Mixer):
         scan: Function = ssd_chunk_scan,
         tp: Group = LOCAL,
         cp: Group = LOCAL,
+        context: Context = "states",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_group(cp)
         _check_heads(num_heads, num_groups, tp)
+        check_context(context, num_heads, tp=tp, cp=cp)
         check_range("time_step_limit", time_step_limit, lowest=0.0)
         check_range("time_step_range", time_step_range, lowest=1e-12)
         check_range("rate_range", rate_range, lowest=1e-12)
         self.head_dim, self.state_size, self.tp, self.cp = head_dim, state_size, tp, cp
+        self.context: Context = context
         self.num_heads = num_heads // tp.size
         self.num_groups = max(num_groups // tp.size, 1)
         self.time_step_limit, self.time_step_range = time_step_limit, time_step_range
@@ -186,30 +218,56 @@ class Mamba2(Mixer):
             f"state_size={self.state_size}, num_groups={self.num_groups}"
         )
 
-    def _sizes(self) -> tuple[int, int]:
-        """This rank's features of x, and of B or C."""
-        return self.num_heads * self.head_dim, self.num_groups * self.state_size
+    def _parts(self) -> tuple[Part, Part, Part]:
+        """This rank's x, B and C."""
+        shared = Part(self.num_groups, self.state_size)
+        return Part(self.num_heads, self.head_dim), shared, shared
 
     def _project(self, x_TH: Tensor) -> Projected:
-        inner, shared = self._sizes()
-        sizes = (inner, inner + 2 * shared, self.num_heads)
-        return Projected(*self.in_proj(x_TH).split(sizes, dim=-1))
+        inner = self.num_heads * self.head_dim
+        channels = inner + 2 * self.num_groups * self.state_size
+        return Projected(*self.in_proj(x_TH).split((inner, channels, self.num_heads), dim=-1))
 
     def _mix(
         self, channels: Tensor, steps: Tensor, convolve: Function, scan: Function
     ) -> tuple[Tensor, MixerState]:
-        inner, shared = self._sizes()
-        channels, conv_state = convolve(channels, *self.conv1d.weights())
+        weights = Weights(*self.conv1d.weights(), self.A_log, self.D, self.dt_bias)
+        y, state = self._mix_with(weights, channels, steps, convolve, scan)
+        return y.flatten(-2), state
+
+    def _mix_by_heads(
+        self, channels: Tensor, steps: Tensor, convolve: Function, scan: Function, cut: SequenceCut
+    ) -> tuple[Tensor, MixerState]:
+        parts, cp = self._parts(), self.cp
+        taps, shift = self.conv1d.weights()
+        weights = Weights(
+            rows_of_heads(taps, parts, cp),
+            None if shift is None else rows_of_heads(shift, parts, cp),
+            *(x.chunk(cp.size)[cp.rank] for x in (self.A_log, self.D, self.dt_bias)),
+        )
+        channels, steps = channels_to_heads(
+            channels, parts, steps, num_heads=self.num_heads, cut=cut
+        )
+        y, state = self._mix_with(weights, channels, steps, convolve, scan)
+        return to_tokens(y, cut=cut)[0].flatten(-2), state
+
+    def _mix_with(
+        self, weights: Weights, channels: Tensor, steps: Tensor, convolve: Function, scan: Function
+    ) -> tuple[Tensor, MixerState]:
+        """Outputs [... h P] of the heads whose weights these are."""
+        inner = len(weights.A_log) * self.head_dim
+        shared = (len(weights.taps) - inner) // 2
+        channels, conv_state = convolve(channels, weights.taps, weights.shift)
         x, B, C = channels.split((inner, shared, shared), dim=-1)
         y, ssm_state = scan(
-            x.unflatten(-1, (self.num_heads, self.head_dim)),
-            step_sizes(steps, self.dt_bias, self.time_step_limit),
-            rates(self.A_log),
-            B.unflatten(-1, (self.num_groups, self.state_size)),
-            C.unflatten(-1, (self.num_groups, self.state_size)),
-            D=self.D,
+            x.unflatten(-1, (-1, self.head_dim)),
+            step_sizes(steps, weights.dt_bias, self.time_step_limit),
+            rates(weights.A_log),
+            B.unflatten(-1, (-1, self.state_size)),
+            C.unflatten(-1, (-1, self.state_size)),
+            D=weights.D,
         )
-        return y.flatten(-2), MixerState(conv_state, ssm_state)
+        return y, MixerState(conv_state, ssm_state)
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         return self.norm(y, gate)

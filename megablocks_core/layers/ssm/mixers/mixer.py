@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megablocks_core.groups import Group
 from megablocks_core.layers.ssm.functions.steps import causal_conv1d_step
+from megablocks_core.layers.ssm.mixers.by_heads import Context
 from megablocks_core.layers.ssm.mixers.depthwise import DepthwiseConv1d
 from megablocks_core.layers.ssm.mixers.float32 import Float32Parameters, wide_dtype
 from megablocks_core.layers.ssm.mixers.padding import real_tokens
@@ -57,6 +58,7 @@ class Mixer(Float32Parameters, ABC):
         sequence_parallel: The ranks of ``tp`` hold equal slices of the tokens.
         tp: The tensor-parallel ranks.
         cp: Ranks that hold pieces of the sequence.
+        context: Whether these pass states on, or exchange tokens for heads.
     """
 
     conv1d: DepthwiseConv1d
@@ -67,6 +69,7 @@ class Mixer(Float32Parameters, ABC):
     sequence_parallel: bool
     tp: Group
     cp: Group
+    context: Context = "states"
 
     def forward(
         self,
@@ -147,6 +150,12 @@ class Mixer(Float32Parameters, ABC):
     ) -> tuple[Tensor, MixerState]:
         """``y`` [... i] before the gate, of a sequence or of one token a row."""
 
+    def _mix_by_heads(
+        self, channels: Tensor, steps: Tensor, convolve: Function, scan: Function, cut: SequenceCut
+    ) -> tuple[Tensor, MixerState]:
+        """``_mix`` of this rank's tokens [B l ...] over all tokens of this rank's heads."""
+        raise NotImplementedError(f"{type(self).__name__} passes states on")
+
     @abstractmethod
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """What goes into the projection back [... i]."""
@@ -179,12 +188,16 @@ class Mixer(Float32Parameters, ABC):
         gate, channels, steps = (
             part.reshape(math.prod(leading), *part.shape[-2:]) for part in projected
         )
-        row = {"cu_seqlens": documents} if cut is None else {"cut": cut}
+        row, mix = {"cu_seqlens": documents}, self._mix
+        if cut is not None and self.context == "heads":
+            row, mix = {"cu_seqlens": cut.cu_seqlens}, partial(self._mix_by_heads, cut=cut)
+        elif cut is not None:
+            row = {"cut": cut}
         before = MixerState(None, None) if state is None else state  # type: ignore[arg-type]
         run = {**row, "return_final_state": keep}
         convolve = partial(self.convolution, activation=True, initial_state=before.conv, **run)
         scan = partial(self.scan, initial_state=before.ssm, **run)
-        y_BTi, new = self._mix(channels, steps, _exact(convolve), _exact(scan))
+        y_BTi, new = mix(channels, steps, _exact(convolve), _exact(scan))
         y_BTi = self._gated(y_BTi, gate)
         if real_T1 is not None:
             y_BTi = y_BTi.where(real_T1, 0)

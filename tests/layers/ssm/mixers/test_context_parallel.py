@@ -13,7 +13,12 @@ from tests.traffic import Traffic
 
 # A document begins at, before and behind the borders of pieces; some are empty.
 DOCUMENTS = torch.tensor([0, 4, 4, 7, 8, 13, 14])
+FEW_GROUPS = {
+    "Mamba2": {"num_groups": 1, "bias": True},
+    "GatedDeltaNet": {"num_key_heads": 2, "num_value_heads": 4},
+}
 each_kind = pytest.mark.parametrize("kind", KINDS)
+by_heads = pytest.mark.parametrize("kind", FEW_GROUPS)
 
 
 @each_kind
@@ -22,6 +27,23 @@ def test_pieces_equal_one_process(kind):
     cp = Mesh(cp=dist.get_world_size()).group("cp")
     for documents, cut_kind in ((DOCUMENTS, "zigzag"), (None, "contiguous")):
         _compare(kind, 15, cp=cp, documents=documents, cut_kind=cut_kind)
+
+
+@by_heads
+@ranks(2, 4)
+def test_heads_in_exchange_for_tokens_equal_one_process(kind):
+    cp = Mesh(cp=dist.get_world_size()).group("cp")
+    for cut_kind, options in (("zigzag", FEW_GROUPS[kind]), ("contiguous", {})):
+        for documents in (None, DOCUMENTS):
+            _compare(
+                kind,
+                15,
+                cp=cp,
+                documents=documents,
+                cut_kind=cut_kind,
+                context="heads",
+                **options,
+            )
 
 
 @pytest.mark.slow
@@ -40,7 +62,8 @@ def test_every_cut_of_every_length_equals_one_process(kind):
 def test_pieces_and_heads_over_ranks_equal_one_process(kind):
     mesh = Mesh(tp=2, cp=2)
     options = {"num_groups": 1, "norm_groups": 1} if kind == "Mamba2" else {}
-    for sequence_parallel in (False, True):
+    by_heads = {} if kind == "Mamba1" else {"context": "heads"}
+    for sequence_parallel, context in ((False, {}), (True, {}), (True, by_heads)):
         _compare(
             kind,
             16,
@@ -50,6 +73,7 @@ def test_pieces_and_heads_over_ranks_equal_one_process(kind):
             documents=DOCUMENTS,
             sequence_parallel=sequence_parallel,
             **options,
+            **context,
         )
 
 
@@ -98,6 +122,7 @@ def _compare(
     documents=None,
     cut_kind="contiguous",
     sequence_parallel=False,
+    context=None,
     **options,
 ):
     cut = SequenceCut(length, cu_seqlens=documents, group=cp, kind=cut_kind)
@@ -106,6 +131,7 @@ def _compare(
         if group.size == 1:
             return _Row(build(kind, recurrent=True, **options), documents)
         layout = {"tp": tp, "cp": cp, "sequence_parallel": sequence_parallel}
+        layout |= {} if context is None else {"context": context}
         return _Pieces(build(kind, **layout, **options), cut)
 
     def own(inputs):
