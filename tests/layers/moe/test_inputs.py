@@ -101,6 +101,20 @@ def test_layers_that_differ_between_ranks_are_refused():
             moe(x)
 
 
+@ranks(2)
+def test_autocast_on_one_rank_is_refused_on_both():
+    """Results would travel in two dtypes."""
+    moe = _layer(AllToAllDispatcher, dtype=torch.float32)
+    x = _tokens().float()
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=dist.get_rank() == 0),
+        pytest.raises(ValueError, match="autocast=.* which have from off to torch.bfloat16"),
+    ):
+        moe(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert moe(x)[0].dtype == torch.bfloat16
+
+
 def _tokens():
     return torch.randn(T, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(3))
 

@@ -53,14 +53,14 @@ def number_of(dtype: torch.dtype) -> int:
 
 
 def _name(number: int) -> str:
-    return "another" if number < 0 else str(_DTYPES[number])
+    return {-2: "off", -1: "another"}.get(number) or str(_DTYPES[number])
 
 
 def _differences(facts: Mapping[str, int], lowest: list[int], highest: list[int]) -> str:
     parts = {}
     for (name, own), low, high in zip(facts.items(), lowest, highest, strict=True):
         if low != high:
-            write = _name if name == "dtype" else str
+            write = _name if name in ("autocast", "dtype") else str
             rule = f"must be equal on all ranks, which have from {write(low)} to {write(high)}"
             parts[name] = f"{name}={write(own)} {rule}"
     if REFUSED in parts:

@@ -100,7 +100,9 @@ class ExpertParallelDispatcher(Dispatcher):
         groups = {group.ranks: group for group in over if group.size > 1}
         if not groups:
             return
-        whole = {"num_experts": self.num_experts, **facts}
+        cast = torch.is_autocast_enabled(device.type)  # then experts' results have that dtype
+        autocast = number_of(torch.get_autocast_dtype(device.type)) if cast else -2
+        whole = {"num_experts": self.num_experts, "autocast": autocast, **facts}
         remember(lambda: agree(whole, groups=[*groups.values()], device=device))
 
     def combine(self, y_NH: Tensor, handle: Any) -> Tensor:
