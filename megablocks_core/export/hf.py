@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.export.families import FAMILIES, Family, Shapes
+from megablocks_core.export.families import FAMILIES
+from megablocks_core.export.layout import Layout, Shapes
 from megablocks_core.export.materialize import computed_tables, materialize
+from megablocks_core.export.parts import Joiner
 from megablocks_core.export.source import INDEX, SINGLE, HfFolder
 from megablocks_core.files import NewFolder, create_file, read_json
 from megablocks_core.files.safetensors import SafetensorsWriter
@@ -28,7 +30,7 @@ from megablocks_core.groups import (
     logical_tensors,
     together,
 )
-from megablocks_core.groups.stacks import separate_names
+from megablocks_core.groups.stacks import Stack, separate_names
 
 # What belongs to a model beside its weights, copied by ``like=``.
 _COMPANIONS = (
@@ -88,7 +90,7 @@ def load_hf(
         for name, tensor, specs in logical_tensors(model):
             if name in plan and id(tensor) not in filled:
                 filled.add(id(tensor))
-                load_slices(tensor, specs, source.whole(plan[name], stacked=bool(specs.each)))
+                load_slices(tensor, specs, plan[name])
 
 
 def save_hf(
@@ -124,21 +126,20 @@ def save_hf(
     task = f"save_hf({str(target)!r})"
     with together(task, group=group):
         config = _config(model, like)
-        family = _family(config)
         held = [
-            Held(family.theirs(name), tensor, specs)
+            Held(name, tensor, specs)
             for name, tensor, specs in logical_tensors(model, remove_duplicate=True, unstack=True)
         ]
         names = [
-            family.theirs(part)
+            part
             for name, tensor, specs in logical_tensors(model, remove_duplicate=True)
             for part in _parts(name, tensor, specs)
         ]
+        layout = _layout(config).named(names)
     collection = Collection(held, group=group, task=task, raises=RuntimeError, order=names)
-    wholes = [whole._replace(dtype=_cast_to(whole.dtype, dtype)) for whole in collection.wholes]
-    _check_schema({whole.name: whole.shape for whole in wholes}, family.schema(config))
+    wholes = _joined(collection.wholes, layout, dtype)
     _name_dtype(config, wholes)
-    draft = _Draft(target, wholes, max_file_bytes)
+    draft = _Draft(target, wholes, layout, max_file_bytes)
     try:
         with together(task, group=group):
             if group.rank == 0:
@@ -160,10 +161,10 @@ def verify(path: str | os.PathLike[str]) -> None:
         ValueError: What is wrong, by name.
     """
     source = HfFolder(Path(path))
-    family = _family(source.config)
-    shapes = {name: source.shape(name) for name in source.tensors if not family.ignores(name)}
-    schema = family.schema(source.config)
-    for name, twin in family.ties.items():
+    layout = _layout(source.config)
+    shapes = {name: source.shape(name) for name in source.tensors if not layout.ignores(name)}
+    schema = layout.schema
+    for name, twin in layout.ties.items():
         if name not in schema and shapes.get(name) == schema[twin]:
             del shapes[name]  # written although tied, as old checkpoints do
     _check_schema(shapes, schema)
@@ -172,47 +173,52 @@ def verify(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{path}: {strange} must have one of the dtypes {', '.join(_FLOATS)}")
 
 
-def _partners(model: nn.Module, source: HfFolder) -> dict[str, list[str]]:
-    """On-disk names for each logical name of ``model``: one, or those of a stack, in order.
+def _partners(model: nn.Module, source: HfFolder) -> dict[str, Any]:
+    """For each logical name of ``model`` the lazy slice of the folder that it is filled from.
 
     Both sides are covered or it raises.
     """
-    family = source.family
-    on_disk = {
-        family.ours(name) if family else name: name
-        for name in source.tensors
-        if not (family and family.ignores(name))
-    }
-    ties = family.ties if family and source.config.get("tie_word_embeddings") else {}
     wanted = list(logical_tensors(model))
+    parts = {name: _parts(name, tensor, specs) for name, tensor, specs in wanted}
+    known = [part for own in parts.values() for part in own]
+    on_disk = source.parts(known)
+    ties = source.layout.ties
     found = {
-        name: [on_disk.get(part) or on_disk.get(ties.get(part, "")) for part in parts]
-        for name, parts in ((name, _parts(name, tensor, specs)) for name, tensor, specs in wanted)
+        name: {part: on_disk.get(part) or on_disk.get(ties.get(part, "")) for part in own}
+        for name, own in parts.items()
     }
-    plan = {name: [disk for disk in held if disk] for name, held in found.items() if all(held)}
-    served = {id(tensor) for name, tensor, _ in wanted if name in plan}
+    whole = {name for name, held in found.items() if all(held.values())}
+    served = {id(tensor) for name, tensor, _ in wanted if name in whole}
     missing = [
         part
-        for name, tensor, specs in wanted
+        for name, tensor, _ in wanted
         if id(tensor) not in served
-        for part, disk in zip(_parts(name, tensor, specs), found[name], strict=True)
+        for part, disk in found[name].items()
         if not disk
     ]
-    used = {disk for held in found.values() for disk in held}
-    unused = sorted(set(on_disk.values()) - used)
+    used = {disk[0] for held in found.values() for disk in held.values() if disk}
+    unused = sorted({name for name, _ in on_disk.values()} - used)
     faults = []
     if missing:
         faults.append(f"the folder lacks {missing}")
     if unused:
         faults.append(f"the model lacks {unused}")
+    plan = {name: {part: disk for part, disk in found[name].items() if disk} for name in whole}
     for name, tensor, specs in wanted:
         if name in plan:
-            faults += _misfits(name, tensor, specs, source, plan[name])
+            faults += _misfits(tensor, specs, plan[name])
     if not faults:
-        faults = _untrue_ties(wanted, plan, ties, source)
+        faults = _untrue_ties(wanted, plan, ties)
     if faults:
         raise ValueError(f"{source.path} does not fit the model: " + "; ".join(faults))
-    return plan
+    stacked = {name for name, _, specs in wanted if specs.each is not None}
+    return {name: _source(disk, stacked=name in stacked) for name, disk in plan.items()}
+
+
+def _source(held: Mapping[str, tuple[str, Any]], *, stacked: bool) -> Any:
+    """The one tensor as a lazy slice, or all of them, of one shape, as their stack."""
+    slices = {name: whole for name, (_, whole) in held.items()}
+    return Stack(slices, list(slices)) if stacked else next(iter(slices.values()))
 
 
 def _parts(name: str, tensor: Tensor, specs: Specs) -> list[str]:
@@ -222,14 +228,12 @@ def _parts(name: str, tensor: Tensor, specs: Specs) -> list[str]:
     return separate_names(name, specs.each, logical_shape(tensor, specs)[0])
 
 
-def _misfits(
-    name: str, tensor: Tensor, specs: Specs, source: HfFolder, disk_names: list[str]
-) -> list[str]:
+def _misfits(tensor: Tensor, specs: Specs, held: Mapping[str, tuple[str, Any]]) -> list[str]:
     want, faults = logical_shape(tensor, specs), []
     if specs.each is not None:
         want = want[1:]
-    for part, disk_name in zip(_parts(name, tensor, specs), disk_names, strict=True):
-        have, code = source.shape(disk_name), source.tensors[disk_name].get_dtype()
+    for part, (_, whole) in held.items():
+        have, code = tuple(whole.get_shape()), whole.get_dtype()
         if want != have:
             faults.append(f"{part} has shape {want}, on disk {have}")
         if tensor.is_floating_point() != (code in _FLOATS):
@@ -239,9 +243,8 @@ def _misfits(
 
 def _untrue_ties(
     wanted: list[tuple[str, Tensor, Specs]],
-    plan: Mapping[str, list[str]],
+    plan: Mapping[str, Mapping[str, tuple[str, Any]]],
     ties: Mapping[str, str],
-    source: HfFolder,
 ) -> list[str]:
     """Tensors that the model or the config ties and that differ on disk."""
     first: dict[int, str] = {}
@@ -252,8 +255,8 @@ def _untrue_ties(
     return [
         f"{a} and {b} are tied, but differ on disk"
         for left, right in pairs
-        for a, b in zip(left, right, strict=True)
-        if a != b and not torch.equal(source.tensors[a][:], source.tensors[b][:])
+        for (a, one), (b, other) in zip(left.values(), right.values(), strict=True)
+        if a != b and not torch.equal(one[:], other[:])
     ]
 
 
@@ -269,13 +272,36 @@ def _config(model: nn.Module, like: str | os.PathLike[str] | None) -> dict[str, 
     raise ValueError(f"like={like} must be a folder, for the model has no spec or config to write")
 
 
-def _family(config: Mapping[str, Any]) -> Family:
+def _layout(config: Mapping[str, Any]) -> Layout:
     name = config.get("model_type")
     if name not in FAMILIES:
         raise ValueError(f"model_type={name!r} must be one of {', '.join(FAMILIES)}")
     if "quantization_config" in config:
         raise ValueError("quantization_config must be absent: quantised folders are not served yet")
-    return FAMILIES[name]
+    return FAMILIES[name].layout(config)
+
+
+def _joined(wholes: list[Whole], layout: Layout, dtype: torch.dtype | None) -> list[Whole]:
+    """The tensors of the files, in the order of their last parts.
+
+    Raises:
+        ValueError: The parts are not those that the layout describes.
+    """
+    owners = {part: tensor for tensor in layout.tensors for part in tensor.parts}
+    shapes: Shapes = {}
+    for whole in wholes:
+        owner = owners.get(whole.name)
+        if owner is None or whole.shape != owner.part_shape:
+            shapes[whole.name if owner is None else owner.name] = whole.shape
+    here = {whole.name for whole in wholes}
+    complete = [tensor for tensor in layout.tensors if here.issuperset(tensor.parts)]
+    _check_schema({tensor.name: tensor.shape for tensor in complete} | shapes, layout.schema)
+    last = {owners[whole.name].name: whole for whole in wholes}
+    return [
+        Whole(owner.name, owner.shape, _cast_to(whole.dtype, dtype))
+        for whole in wholes
+        if last[(owner := owners[whole.name]).name] is whole
+    ]
 
 
 def _check_schema(shapes: Shapes, schema: Shapes) -> None:
@@ -314,8 +340,11 @@ def _name_dtype(config: dict[str, Any], wholes: list[Whole]) -> None:
 class _Draft:
     """The folder in the making, on the rank that writes."""
 
-    def __init__(self, target: Path, wholes: list[Whole], max_file_bytes: int) -> None:
+    def __init__(
+        self, target: Path, wholes: list[Whole], layout: Layout, max_file_bytes: int
+    ) -> None:
         self._target = target
+        self._joiner = Joiner(layout.tensors)
         self._files = _split(wholes, max_file_bytes)
         self._waiting = list(self._files)
         self._dtypes = {whole.name: whole.dtype for whole in wholes}
@@ -326,7 +355,12 @@ class _Draft:
     def open(self) -> None:
         self._folder = NewFolder(self._target)
 
-    def add(self, name: str, tensor: Tensor) -> None:
+    def add(self, part: str, values: Tensor) -> None:
+        """Write the tensor that ``part`` completes."""
+        if (joined := self._joiner.add(part, values)) is not None:
+            self._write(*joined)
+
+    def _write(self, name: str, tensor: Tensor) -> None:
         assert self._folder is not None
         if self._writer is None:
             file = self._waiting.pop(0)

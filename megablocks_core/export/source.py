@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from megablocks_core.export.families import FAMILIES, Family
+from megablocks_core.export.families import FAMILIES
+from megablocks_core.export.layout import Layout
+from megablocks_core.export.parts import views
 from megablocks_core.files import read_json
-from megablocks_core.groups.stacks import Stack
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -21,16 +23,18 @@ class HfFolder:
     Attributes:
         config: The entries of ``config.json``.
         tensors: On-disk name to lazy slice (``get_shape()``, ``get_dtype()``, indexing).
-        family: Its row of the table, or ``None`` for a ``model_type`` that has none.
+        layout: What its config describes; empty for a ``model_type`` that nobody knows.
 
     Raises:
-        ValueError: A file is missing or damaged, or files and index disagree.
+        ValueError: A file is missing or damaged, files and index disagree, or the config lacks
+            a size.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self.config = read_json(folder / "config.json", dict)
-        self.family: Family | None = FAMILIES.get(self.config.get("model_type", ""))
+        family = FAMILIES.get(self.config.get("model_type", ""))
+        self.layout = Layout(()) if family is None else family.layout(self.config)
         self.tensors: dict[str, Any] = {}
         for name in sorted(set(self._weight_map().values())):
             self._open(folder / name)
@@ -46,9 +50,24 @@ class HfFolder:
         """Whole shape of a tensor."""
         return tuple(self.tensors[name].get_shape())
 
-    def whole(self, names: list[str], *, stacked: bool) -> Any:
-        """The one tensor as a lazy slice, or all of them, of one shape, as their stack."""
-        return Stack(self.tensors, names) if stacked else self.tensors[names[0]]
+    def parts(self, names: Iterable[str]) -> dict[str, tuple[str, Any]]:
+        """What the files hold for a model whose logical tensors have these ``names``.
+
+        Returns:
+            Name to the on-disk name of the tensor that it is a part of, and its lazy slice.
+            Tensors that no layout describes have their own names; tables that nobody reads are
+            left out.
+        """
+        described = {tensor.name: tensor for tensor in self.layout.named(names).tensors}
+        found: dict[str, tuple[str, Any]] = {}
+        for name, whole in self.tensors.items():
+            if name not in described:
+                found |= {} if self.layout.ignores(name) else {name: (name, whole)}
+            elif self.shape(name) == described[name].shape:
+                found |= {part: (name, view) for part, view in views(whole, described[name])}
+            else:
+                found |= dict.fromkeys(described[name].parts, (name, whole))
+        return found
 
     def _weight_map(self) -> dict[str, str]:
         if not (self.path / INDEX).exists():

@@ -4,7 +4,8 @@ import pytest
 import transformers
 from safetensors.torch import load_file
 
-from megablocks_core.export.families import FAMILIES, Family, Weight
+from megablocks_core.export.families import FAMILIES
+from megablocks_core.export.families.dense import DENSE_FAMILIES
 
 SIZES = {
     "vocab_size": 11,
@@ -55,11 +56,11 @@ CASES = [
 def test_schema_is_what_transformers_writes(tmp_path, family, options):
     config = transformers.AutoConfig.for_model(family, **{**SIZES, **options})
     model = transformers.AutoModelForCausalLM.from_config(config)
-    assert FAMILIES[family].schema(config.to_dict()) == _written(model, tmp_path)
+    assert FAMILIES[family].layout(config.to_dict()).schema == _written(model, tmp_path)
     assert config.model_type == family and model.__class__.__name__ == FAMILIES[family].architecture
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", list(DENSE_FAMILIES))
 def test_f_176_absent_entries_mean_what_transformers_takes_them_for(family, tmp_path):
     config = {name: SIZES[name] for name in SIZES if not name.startswith(("num_key", "head_dim"))}
     for absent in ({}, {"num_key_value_heads": None}):
@@ -69,46 +70,23 @@ def test_f_176_absent_entries_mean_what_transformers_takes_them_for(family, tmp_
         full = transformers.AutoConfig.for_model(family, **given)
         model = transformers.AutoModelForCausalLM.from_config(full)
         folder = tmp_path / str(len(absent))
-        assert FAMILIES[family].schema(given) == _written(model, folder)
+        assert FAMILIES[family].layout(given).schema == _written(model, folder)
 
 
 def test_sizes_that_are_missing_are_named():
     with pytest.raises(ValueError, match="vocab_size"):
-        FAMILIES["llama"].schema({"hidden_size": 4})
+        FAMILIES["llama"].layout({"hidden_size": 4})
 
 
-def test_renames_are_inverted():
-    family = Family(
-        "X",
-        (
-            Weight("h.{}.attn.w", "hidden", ours="layers.{}.weight"),
-            Weight("wte", "vocab", ours="embed.weight"),
-            Weight("same", "hidden"),
-        ),
-    )
-    for theirs, ours in (
-        ("h.12.attn.w", "layers.12.weight"),
-        ("wte", "embed.weight"),
-        ("same", "same"),
-        ("h.x.attn.w", "h.x.attn.w"),
+def test_names_of_experts_are_ours():
+    config = {**SIZES, "num_local_experts": 3, "num_experts": 3}
+    for family, theirs, ours in (
+        ("mixtral", "block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        ("mixtral", "block_sparse_moe.experts.2.w3.weight", "mlp.experts.2.up_proj.weight"),
+        ("qwen3_moe", "mlp.experts.2.up_proj.weight", "mlp.experts.2.up_proj.weight"),
     ):
-        assert family.ours(theirs) == ours
-        assert family.theirs(ours) == theirs
-    assert family.ignores("model.layers.3.self_attn.rotary_emb.inv_freq")
-    assert not family.ignores("model.layers.x.self_attn.rotary_emb.inv_freq")
-
-
-def test_names_of_experts_are_inverted():
-    family = FAMILIES["mixtral"]
-    for theirs, ours in (
-        ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
-        ("block_sparse_moe.experts.11.w3.weight", "mlp.experts.11.up_proj.weight"),
-    ):
-        assert family.ours(f"model.layers.7.{theirs}") == f"model.layers.7.{ours}"
-        assert family.theirs(f"model.layers.7.{ours}") == f"model.layers.7.{theirs}"
-    for family in ("qwen3_moe", "olmoe"):
-        name = "model.layers.7.mlp.experts.11.up_proj.weight"
-        assert FAMILIES[family].ours(name) == FAMILIES[family].theirs(name) == name
+        parts = {tensor.name: tensor.parts for tensor in FAMILIES[family].layout(config).tensors}
+        assert parts[f"model.layers.1.{theirs}"] == (f"model.layers.1.{ours}",)
 
 
 def _written(model, folder):

@@ -1,0 +1,108 @@
+"""The table says exactly what transformers writes, for every option of every hybrid family."""
+
+from typing import Any
+
+import pytest
+import transformers
+from safetensors.torch import load_file
+
+from megablocks_core.export.families import FAMILIES
+from megablocks_core.export.families.hybrid import HYBRID_FAMILIES
+
+SIZES: dict[str, Any] = {"vocab_size": 11, "hidden_size": 16}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+BAMBA = {**HEADS, "num_hidden_layers": 2, "mamba_n_heads": 4, "mamba_d_state": 6}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("mamba", {"num_hidden_layers": 2, "state_size": 3, "expand": 3}),
+    ("mamba", {"num_hidden_layers": 1, "use_bias": True, "use_conv_bias": False}),
+    ("mamba", {"num_hidden_layers": 1, "tie_word_embeddings": False, "time_step_rank": 5}),
+    ("mamba2", {"num_hidden_layers": 2, "num_heads": 8, "head_dim": 4, "n_groups": 2}),
+    ("mamba2", {"num_hidden_layers": 1, "num_heads": 8, "head_dim": 4, "use_bias": True}),
+    (
+        "nemotron_h",
+        {
+            **HEADS,
+            "layers_block_type": ["mamba", "attention", "mlp", "moe"],
+            "intermediate_size": 20,
+            "head_dim": 6,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 6,
+            "ssm_state_size": 5,
+            "n_groups": 2,
+            "n_routed_experts": 3,
+            "moe_intermediate_size": 12,
+            "moe_shared_expert_intermediate_size": 14,
+            "mlp_bias": False,
+        },
+    ),
+    (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mlp", "mamba"],
+            "intermediate_size": 20,
+            "mlp_bias": True,
+            "use_bias": True,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 6,
+        },
+    ),
+    ("bamba", {**BAMBA, "intermediate_size": 20, "attn_layer_indices": [1]}),
+    (
+        "bamba",
+        {
+            **BAMBA,
+            "intermediate_size": 20,
+            "attn_layer_indices": [0],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "granitemoehybrid",
+        {
+            **BAMBA,
+            "layer_types": ["mamba", "attention"],
+            "intermediate_size": 20,
+            "shared_intermediate_size": 24,
+            "num_local_experts": 3,
+        },
+    ),
+    (
+        "granitemoehybrid",
+        {
+            **BAMBA,
+            "layer_types": ["attention", "mamba"],
+            "shared_intermediate_size": 24,
+            "num_local_experts": 0,
+            "attention_bias": True,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_schema_is_what_transformers_writes(tmp_path, family, options):
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **options})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layout = FAMILIES[family].layout(config.to_dict())
+    assert layout.schema == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert model.__class__.__name__ == FAMILIES[family].architecture
+
+
+def test_every_family_has_a_case():
+    assert {family for family, _ in CASES} == HYBRID_FAMILIES.keys()
+
+
+def test_published_patterns_are_read_as_lists_are():
+    """Nemotron-H's own configs have a string."""
+    options = dict(CASES[5][1])
+    kinds = options.pop("layers_block_type")
+    family = FAMILIES["nemotron_h"]
+    config = {**SIZES, **options, "hybrid_override_pattern": "M*-E"}
+    listed = family.layout({**SIZES, **options, "layers_block_type": kinds})
+    assert family.layout(config) == listed
