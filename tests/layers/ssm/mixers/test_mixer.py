@@ -17,6 +17,11 @@ from megablocks_core.testing import ranks
 from tests.layers.ssm.mixers.kinds import HIDDEN, KINDS, build, loss, tokens
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
+# Compiling takes seconds; one kind stands for the others in the quick tier.
+one_kind_quickly = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "Mamba2")) for kind in KINDS],
+)
 CU_SEQLENS = torch.tensor([0, 5, 5, 6, 9])
 
 
@@ -155,7 +160,7 @@ def test_it_runs_where_no_value_can_be_read(kind):
     assert (y_TH.shape, y_BH.shape) == ((9, HIDDEN), (2, HIDDEN))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@one_kind_quickly
 @ranks(1, 2, timeout=300)
 def test_it_compiles_whole(kind):
     tp = Mesh(tp=dist.get_world_size()).group("tp")
@@ -171,7 +176,7 @@ def test_it_compiles_whole(kind):
     assert_close(*results)
 
 
-@each_kind
+@one_kind_quickly
 def test_twenty_packings_compile_at_most_three_times(kind):
     torch._dynamo.reset()
     mixer = build(kind)
