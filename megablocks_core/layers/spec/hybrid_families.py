@@ -94,7 +94,8 @@ def read_hybrid(name: str, entries: Entries) -> Values:
     for key in (*family.every_entry(), *_OF_TRAINING):
         entries.take(key)
     turns = _read_turns(entries, family, values.get("head_dim", 0))
-    extra = {key: entries.take(key) for key in (*KEPT, *KEPT_OF_EXPERTS) if key in entries}
+    kept = (*KEPT, *KEPT_OF_EXPERTS, "pad_token_id")
+    extra = {key: entries.take(key) for key in kept if key in entries}
     entries.finish(dict(family.required))
     return {
         **_no_sizes(pattern),
@@ -239,8 +240,9 @@ _COMMON = {
     "hidden_size": "hidden_size",
     "tie_word_embeddings": "tied",
     "initializer_range": "initializer_range",
-    "pad_token_id": "pad_token_id",
 }
+# Embeddings of other families treat the token of pads as any other.
+_PADDED = {**_COMMON, "pad_token_id": "pad_token_id"}
 _HEADS = {
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
@@ -321,7 +323,7 @@ HYBRIDS = {
                 "use_conv_bias": "mamba.conv_bias",
             }
         },
-        {**_DEFAULTS_OF_MAMBA, "state_size": 16, "tie_word_embeddings": True, "pad_token_id": 0},
+        {**_DEFAULTS_OF_MAMBA, "state_size": 16, "tie_word_embeddings": True},
         required={"hidden_act": "silu"},
         derive=_derive_mamba,
     ),
@@ -355,7 +357,6 @@ HYBRIDS = {
             "chunk_size": 256,
             "time_step_limit": (0.0, math.inf),
             "tie_word_embeddings": False,
-            "pad_token_id": 1,
         },
         required={"hidden_act": "silu"},
         derive=_derive_mamba2,
@@ -399,7 +400,6 @@ HYBRIDS = {
             "mlp_bias": False,
             "attention_dropout": 0.0,
             "head_dim": 128,
-            "pad_token_id": 0,
             "conv_kernel": 4,
             "n_groups": 8,
             "chunk_size": 128,
@@ -424,7 +424,7 @@ HYBRIDS = {
         write_places,
         {
             "": {
-                **_COMMON,
+                **_PADDED,
                 "rms_norm_eps": "norm_eps",
                 "hidden_act": "activation",
                 "intermediate_size": "ffn_size",
@@ -445,7 +445,7 @@ HYBRIDS = {
         write_layer_types,
         {
             "": {
-                **_COMMON,
+                **_PADDED,
                 "rms_norm_eps": "norm_eps",
                 "hidden_act": "activation",
                 "embedding_multiplier": "embedding_scale",
