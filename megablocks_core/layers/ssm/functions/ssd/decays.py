@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from megablocks_core.layers.ssm.functions.ssd.rooms import Rooms
-
 
 class Borders(NamedTuple):
     """Which tokens of chunks belong to what is outside.
@@ -61,14 +59,15 @@ class Decays(NamedTuple):
     leave: Tensor
     passing: Tensor
 
-    def between(self, out: Tensor) -> Tensor:
-        """Put exp(sums_i - sums_j) of each pair of tokens in ``out`` [n b H q q].
 
-        It lacks the factor low_i unlow_j; pairs i < j hold a number between 0 and 1.
-        """
-        floor = vanishing(out.dtype)
-        torch.sub(self.sums[..., :, None], self.sums[..., None, :], out=out)
-        return threshold(out.clamp_(floor, 0.0).exp_(), exp(floor) * 1.01, 0.0, inplace=True)
+def between(sums_nbhq: Tensor, out: Tensor) -> None:
+    """Put exp(sums_i - sums_j) of each pair of tokens in ``out`` [n b h q q].
+
+    It lacks the factor low_i unlow_j; pairs i < j hold a number between 0 and 1.
+    """
+    floor = vanishing(out.dtype)
+    torch.sub(sums_nbhq[..., :, None], sums_nbhq[..., None, :], out=out)
+    threshold(out.clamp_(floor, 0.0).exp_(), exp(floor) * 1.01, 0.0, inplace=True)
 
 
 def vanishing(dtype: torch.dtype) -> float:
@@ -82,18 +81,19 @@ def decay_of(log: Tensor) -> Tensor:
     return threshold(log.clamp(min=floor).exp(), exp(floor) * 1.01, 0.0)
 
 
-def decays_of(dt_nbHq: Tensor, A_H: Tensor, documents: Documents, rooms: Rooms) -> Decays:
+def decays_of(dt_nbHq: Tensor, A_H: Tensor, documents: Documents) -> Decays:
     """Decays of chunks whose steps are ``dt``.
 
     A token that leaves nothing is as good as one that leaves less, so that sums stay small; they
     are added up in float64, and what float32 cannot hold of them is given beside.
     """
-    log_nbHq = torch.mul(dt_nbHq, A_H[:, None], out=rooms.of("log", *dt_nbHq.shape))
-    sums64 = log_nbHq.clamp_(min=vanishing(rooms.dtype) - 1.0).cumsum(-1, dtype=torch.float64)
-    sums = sums64.to(rooms.dtype)
-    low = (sums64 - sums).to(rooms.dtype)
+    kind = dt_nbHq.dtype
+    log_nbHq = (dt_nbHq * A_H[:, None]).clamp_(min=vanishing(kind) - 1.0)
+    sums64 = log_nbHq.cumsum(-1, dtype=torch.float64)
+    sums = sums64.to(kind)
+    low = (sums64 - sums).to(kind)
     enter = decay_of(sums)
-    leave = decay_of((sums64[..., -1:] - sums64).to(rooms.dtype))
+    leave = decay_of((sums64[..., -1:] - sums64).to(kind))
     passing = enter[..., -1]
     if documents.borders is not None:
         enters, leaves, passes = documents.borders
