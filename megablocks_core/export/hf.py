@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.export.families import FAMILIES
+from megablocks_core.export.families import FAMILIES, family_of
 from megablocks_core.export.layout import Layout, Shapes
 from megablocks_core.export.materialize import computed_tables, materialize
 from megablocks_core.export.parts import Joiner
@@ -182,7 +182,7 @@ def _partners(model: nn.Module, source: HfFolder) -> dict[str, Any]:
     parts = {name: _parts(name, tensor, specs) for name, tensor, specs in wanted}
     known = [part for own in parts.values() for part in own]
     on_disk = source.parts(known)
-    ties = source.layout.ties
+    ties = source.layout.named(known).tied_parts
     found = {
         name: {part: on_disk.get(part) or on_disk.get(ties.get(part, "")) for part in own}
         for name, own in parts.items()
@@ -273,12 +273,13 @@ def _config(model: nn.Module, like: str | os.PathLike[str] | None) -> dict[str, 
 
 
 def _layout(config: Mapping[str, Any]) -> Layout:
-    name = config.get("model_type")
-    if name not in FAMILIES:
+    family = family_of(config)
+    if family is None:
+        name = config.get("model_type")
         raise ValueError(f"model_type={name!r} must be one of {', '.join(FAMILIES)}")
     if "quantization_config" in config:
         raise ValueError("quantization_config must be absent: quantised folders are not served yet")
-    return FAMILIES[name].layout(config)
+    return family.layout(config)
 
 
 def _joined(wholes: list[Whole], layout: Layout, dtype: torch.dtype | None) -> list[Whole]:

@@ -43,7 +43,7 @@ class Layout:
 
     Attributes:
         tensors: In the order of the model.
-        ties: Name of a tensor that is left out, and of the one that it equals.
+        ties: On-disk name of a tensor that is left out, and of the one that it equals.
         ignored: Names of tables that old files hold and nobody reads, "{}" for a number.
     """
 
@@ -55,6 +55,12 @@ class Layout:
     def schema(self) -> Shapes:
         """On-disk name and whole shape of every tensor."""
         return {tensor.name: tensor.shape for tensor in self.tensors}
+
+    @property
+    def tied_parts(self) -> dict[str, str]:
+        """``ties`` by logical names; what is left out has one name on either side."""
+        parts = {tensor.name: tensor.parts[0] for tensor in self.tensors}
+        return {name: parts[twin] for name, twin in self.ties.items()}
 
     def ignores(self, name: str) -> bool:
         """Whether an on-disk tensor is one that nobody reads."""

@@ -8,9 +8,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from megablocks_core.export.families import FAMILIES
+from megablocks_core.export.families import family_of
 from megablocks_core.export.layout import Layout
 from megablocks_core.export.parts import views
+from megablocks_core.export.pickles import PICKLE, read_pickle
 from megablocks_core.files import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -33,9 +34,12 @@ class HfFolder:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self.config = read_json(folder / "config.json", dict)
-        family = FAMILIES.get(self.config.get("model_type", ""))
+        family = family_of(self.config)
         self.layout = Layout(()) if family is None else family.layout(self.config)
         self.tensors: dict[str, Any] = {}
+        if family is not None and family.pickled and (folder / PICKLE).is_file():
+            self.tensors = read_pickle(folder / PICKLE)
+            return
         for name in sorted(set(self._weight_map().values())):
             self._open(folder / name)
         listed = self._weight_map() if (folder / INDEX).exists() else self.tensors

@@ -14,8 +14,9 @@ def test_parts_have_one_shape():
 
 
 def test_a_model_may_have_the_names_of_the_files():
-    layout = Layout((JOINED, EXPERTS), {"a": "b"}, ("t.{}",))
+    layout = Layout((JOINED, EXPERTS), {"head": "all"}, ("t.{}",))
     assert layout.named(["gate", "up", "g0", "u0", "g1", "u1"]) == layout
     theirs = layout.named(["gate_up", "all"])
     assert [tensor.parts for tensor in theirs.tensors] == [("gate_up",), ("all",)]
     assert (theirs.ties, theirs.ignored) == (layout.ties, layout.ignored)
+    assert (layout.tied_parts, theirs.tied_parts) == ({"head": "g0"}, {"head": "all"})

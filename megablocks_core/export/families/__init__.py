@@ -1,7 +1,17 @@
 """What the files of each family of Hugging Face models hold, as data."""
 
+from __future__ import annotations
+
 from megablocks_core.export.families.dense import DENSE_FAMILIES
 from megablocks_core.export.families.hybrid import HYBRID_FAMILIES
-from megablocks_core.export.families.weights import Family as Family
+from megablocks_core.export.families.state_spaces import STATE_SPACES, layer_of
+from megablocks_core.export.families.weights import Config, Family
 
 FAMILIES: dict[str, Family] = DENSE_FAMILIES | HYBRID_FAMILIES
+
+
+def family_of(config: Config) -> Family | None:
+    """The family of a config, by its ``model_type`` or by what the authors of Mamba call things."""
+    if "model_type" not in config and "d_model" in config:
+        return STATE_SPACES.get(layer_of(config))
+    return FAMILIES.get(config.get("model_type", ""))

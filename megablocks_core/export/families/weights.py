@@ -39,6 +39,10 @@ class Weight:
     block: int = 0
 
 
+def _as_it_is(config: Config) -> Config:
+    return config
+
+
 @dataclass(frozen=True)
 class Family:
     """All models of one ``model_type``.
@@ -50,10 +54,12 @@ class Family:
         kinds: The kinds of each layer's blocks.
         needed: Entries that a config must have.
         defaults: What an absent config entry means in this family.
-        ties: Name of a tensor that is left out when ``tie_word_embeddings``, and of the one
-            that it equals.
+        ties: Name of a tensor that is left out when ``tie_word_embeddings``, and our name of the
+            one that it equals.
         ignored: Names of tables that old checkpoints hold and nobody reads.
         blocks: How many of our blocks a layer is.
+        in_others_words: A config in the words that sizes, kinds and defaults know.
+        pickled: Its authors publish pickles.
     """
 
     architecture: str
@@ -67,6 +73,8 @@ class Family:
     )
     ignored: tuple[str, ...] = ()
     blocks: int = 1
+    in_others_words: Callable[[Config], Config] = _as_it_is
+    pickled: bool = False
 
     def layout(self, config: Config) -> Layout:
         """All tensors of a model with ``config``.
@@ -74,10 +82,11 @@ class Family:
         Raises:
             ValueError: The config lacks a size.
         """
-        known = {k: v for k, v in {**self.defaults, **config}.items() if v is not None}
-        missing = [name for name in self.needed if name not in known]
+        missing = [name for name in self.needed if {**self.defaults, **config}.get(name) is None]
         if missing:
             raise ValueError(f"config must have {missing}")
+        config = {**self.defaults, **self.in_others_words(config)}
+        known = {name: value for name, value in config.items() if value is not None}
         sizes, kinds = self.sizes(known), self.kinds(known)
         tensors = [
             tensor
@@ -85,10 +94,12 @@ class Family:
             if weight.when is None or known.get(weight.when)
             for tensor in self._tensors(weight, sizes, kinds)
         ]
-        ties = self.ties if known.get("tie_word_embeddings") else {}
-        return Layout(
-            tuple(tensor for tensor in tensors if tensor.name not in ties), ties, self.ignored
-        )
+        owners = {tensor.parts[0]: tensor.name for tensor in tensors}
+        ties = {}
+        if known.get("tie_word_embeddings"):
+            ties = {name: owners[twin] for name, twin in self.ties.items()}
+        kept = tuple(tensor for tensor in tensors if tensor.name not in ties)
+        return Layout(kept, ties, self.ignored)
 
     def _tensors(self, weight: Weight, sizes: Sizes, kinds: Sequence[str]) -> list[OnDisk]:
         """All tensors of one kind."""

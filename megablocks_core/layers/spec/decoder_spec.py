@@ -31,6 +31,7 @@ from megablocks_core.layers.spec.hybrid import HYBRID_FIELDS, check_blocks
 from megablocks_core.layers.spec.hybrid_families import HYBRIDS, read_hybrid, write_hybrid
 from megablocks_core.layers.spec.mixer_specs import DeltaSpec, Mamba1Spec, Mamba2Spec
 from megablocks_core.layers.spec.moe_spec import ENTRIES, MoESpec, read_moe, write_moe
+from megablocks_core.layers.spec.state_spaces import is_state_spaces, read_state_spaces
 from megablocks_core.parallel.random.dropout import check_probability
 
 
@@ -159,7 +160,8 @@ class DecoderSpec:
             ValueError: An unknown ``model_type``, a size that is missing, or an entry that
                 asks for what a ``Decoder`` does not have.
         """
-        entries = Entries(as_dict(config))
+        given = as_dict(config)
+        entries = Entries(read_state_spaces(given) if is_state_spaces(given) else given)
         family = entries.take("model_type")
         if family in HYBRIDS:
             return cls(**read_hybrid(family, entries))

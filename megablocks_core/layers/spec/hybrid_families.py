@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megablocks_core.layers.spec.block_lists import (
@@ -24,6 +24,7 @@ from megablocks_core.layers.spec.entries import KEPT, KEPT_OF_EXPERTS, Entries, 
 from megablocks_core.layers.spec.mixer_specs import Mamba1Spec, Mamba2Spec
 from megablocks_core.layers.spec.moe_spec import MoESpec
 from megablocks_core.layers.spec.pattern import ATTENTION, EXPERTS, FEED_FORWARD, MAMBA
+from megablocks_core.layers.spec.state_spaces import MAMBA1, MAMBA2, write_state_spaces
 
 if TYPE_CHECKING:
     from megablocks_core.layers.spec.decoder_spec import DecoderSpec
@@ -134,6 +135,8 @@ def write_hybrid(spec: DecoderSpec) -> Values:
         value, only = getattr(spec, name), getattr(again, name)
         if value != only:
             raise ValueError(f"{name}={value!r} must be {only!r} in a config of {spec.family!r}")
+    if spec.family in (MAMBA1, MAMBA2):
+        config = write_state_spaces(config)
     return {key: list(v) if isinstance(v, tuple) else v for key, v in config.items()}
 
 
@@ -479,4 +482,10 @@ HYBRIDS = {
         turned=1.0,
         asks=True,
     ),
+}
+
+# The same models with the configs of their authors.
+HYBRIDS |= {
+    MAMBA1: replace(HYBRIDS["mamba"], architecture="MambaLMHeadModel"),
+    MAMBA2: replace(HYBRIDS["mamba2"], architecture="MambaLMHeadModel"),
 }

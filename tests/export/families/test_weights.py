@@ -44,7 +44,8 @@ def test_options_and_ties_follow_the_config():
     names = [tensor.name for tensor in FAMILY.layout({"size": 1}).tensors]
     assert names[-3:] == ["h.0.bias", "h.1.bias", "head"]
     layout = FAMILY.layout({"size": 1, "tie_word_embeddings": True})
-    assert layout.ties == {"head": "embed.weight"}
+    assert layout.ties == {"head": "wte"}
+    assert layout.tied_parts == {"head": "embed.weight"}
     assert "head" not in layout.schema
     assert layout.ignores("h.3.table")
     assert not layout.ignores("h.x.table")
