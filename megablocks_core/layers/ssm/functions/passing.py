@@ -210,6 +210,9 @@ def _carries(
     state = torch.zeros_like(like)
     if initial_state is not None and cut.cu_seqlens is None:
         state = initial_state.to(like.dtype)
+    # Nothing is taken, and yet every rank reads the message: compilers drop the wait for one that
+    # is not read, after which ranks may wait for each other.
+    state = torch.where(torch.zeros_like(like, dtype=torch.bool), like, state)
     carries = [state] * len(cut.pieces)
     own = [place for place in cut.order if place[0] == cut.group.rank]
     for rank, index in cut.order[: cut.order.index(own[-1]) + 1]:

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from megablocks_core.groups import Mesh
@@ -279,6 +280,45 @@ def _check_halo(cut, width, size):
         assert (number, traffic.counts()) == (messages, {"all_to_all": 1} if messages else {})
         # A rank whose pieces are both followed, or preceded, by others' has two to send or get.
         assert elements <= len(cut.pieces) * width * 2 * 3 * (1 if cut.length >= 16 else size)
+
+
+@ranks(2)
+def test_one_graph_serves_many_packings_and_lengths():
+    group = Mesh(cp=2).group("cp")
+    sums = [torch.tensor([0, index % 8, 9 + index % 5]) for index in range(20)]
+    _check_one_graph([SequenceCut(16, cu_seqlens=one, group=group, kind="zigzag") for one in sums])
+    _check_one_graph([SequenceCut(length, group=group) for length in range(40, 50)])
+
+
+def _check_one_graph(cuts):
+    """Sums of all tokens before: what they mean is tested above, with recurrences."""
+
+    def state_map(x, *, cu_seqlens):
+        return torch.ones_like(x[:, :1]).sum(1), x.sum(1)
+
+    def scan(x, *, cu_seqlens, carry):
+        y = carry[:, None] + x.cumsum(1)
+        return y, y.sum(1) if cu_seqlens is None else y.sum(1).expand(len(cu_seqlens) - 1, -1)
+
+    def run(x, state, cut):
+        options = {"cut": cut, "state_map": state_map, "scan": scan, "compose": torch.mul}
+        return over_cut([x], initial_state=state, **options)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for cut in cuts:
+        x = torch.randn(1, cut.local_length, 3, dtype=torch.float64, requires_grad=True)
+        documents = 1 if cut.cu_seqlens is None else len(cut.cu_seqlens) - 1
+        state = torch.randn(documents, 3, dtype=torch.float64, requires_grad=True)
+        results = []
+        for function in (run, compiled):
+            y, final = function(x, state, cut)
+            grads = torch.autograd.grad(y.sin().sum() + final.sin().sum(), (x, state))
+            results.append((y, final, *grads))
+        for ours, right in zip(*results, strict=True):
+            assert_close(ours, right, rtol=0, atol=1e-12)
+    assert counter.frame_count <= 3
 
 
 def test_wrong_tokens_are_refused():

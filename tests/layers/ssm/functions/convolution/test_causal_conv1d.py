@@ -244,23 +244,36 @@ def _check_over_ranks(group, kind, lengths, behind, *, states):
 
 @ranks(2)
 def test_one_graph_serves_ranks():
-    torch._dynamo.reset()
     torch.manual_seed(0)
     group = Mesh(cp=2).group("cp")
+    for kind, state in (("contiguous", False), ("zigzag", True)):
+        packings = [[index % 5, 3 + index % 7] for index in range(20)]
+        _check_one_graph(
+            [SequenceCut(16, cu_seqlens=_sums(p), group=group, kind=kind) for p in packings], state
+        )
+        lengths = range(40, 60)
+        _check_one_graph([SequenceCut(n, group=group, kind=kind) for n in lengths], state)
+
+
+def _check_one_graph(cuts, with_state):
+    def run(x, weight, state, cut):
+        options = {"activation": True, "cut": cut, "initial_state": state}
+        return causal_conv1d(x, weight, return_final_state=with_state, **options)
+
+    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-
-    def run(x, weight, cut):
-        return causal_conv1d(x, weight, activation=True, cut=cut, return_final_state=False)[0]
-
     compiled = torch.compile(run, fullgraph=True, backend=counter)
-    for index in range(20):
-        cut = SequenceCut(16, cu_seqlens=_sums([index % 5, 3 + index % 7]), group=group)
-        x = torch.randn(1, 8, 3, dtype=torch.float64, requires_grad=True)
-        weight = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    for cut in cuts:
+        shapes = ((1, cut.local_length, 3), (3, 4))
+        leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+        documents = 1 if cut.cu_seqlens is None else len(cut.cu_seqlens) - 1
+        state = torch.randn(documents, 3, 3, dtype=torch.float64) if with_state else None
         results = []
         for function in (run, compiled):
-            y = function(x, weight, cut)
-            results.append((y, *torch.autograd.grad(y.sin().sum(), (x, weight))))
+            y, final = function(*leaves, state, cut)
+            given = [y] if final is None else [y, final]
+            loss = sum(one.sin().sum() for one in given)
+            results.append((*given, *torch.autograd.grad(loss, leaves)))  # pyright: ignore
         for ours, right in zip(*results, strict=True):
             assert_close(ours, right, rtol=0, atol=1e-12)
     assert counter.frame_count <= 3
