@@ -41,16 +41,39 @@ MEGABLOCKS_INSIDE float sigmoid_of(float x) {
     return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
+MEGABLOCKS_INSIDE float swiglu_of(float gate, float up, SwiGlu act) {
+    const float g = gate > act.limit ? act.limit : gate;
+    const float above = up > act.limit ? act.limit : up;
+    const float u = above < -act.limit ? -act.limit : above;
+    return (u + act.shift) * (g * sigmoid_of(act.alpha * g));
+}
+
+// What comes of the gradient of one weighted hidden activation.
+struct SwiGluGradient {
+    float hidden;  // weighted
+    float gate;
+    float up;
+    float weight;  // a term of its sum
+};
+
+MEGABLOCKS_INSIDE SwiGluGradient swiglu_gradient(float gate, float up, float of_hidden,
+                                                 float weight, SwiGlu act) {
+    const float g = gate > act.limit ? act.limit : gate;
+    const float above = up > act.limit ? act.limit : up;
+    const float u = (above < -act.limit ? -act.limit : above) + act.shift;
+    const float s = sigmoid_of(act.alpha * g), gated = g * s;
+    const float h = u * gated, weighted = of_hidden * weight;
+    const float slope = s * (1.0f + act.alpha * g * (1.0f - s));
+    return {h * weight, gate > act.limit ? 0.0f : weighted * u * slope,
+            std::fabs(up) > act.limit ? 0.0f : weighted * gated, of_hidden * h};
+}
+
 template <typename Number>
 MEGABLOCKS_FOR_EACH_MACHINE void hidden_row(const Number* __restrict gate,
                                             const Number* __restrict up, float weight, SwiGlu act,
                                             std::int64_t features, Number* __restrict out) {
     for (std::int64_t i = 0; i < features; ++i) {
-        const float x = widened(gate[i]), y = widened(up[i]);
-        const float g = x > act.limit ? act.limit : x;
-        const float above = y > act.limit ? act.limit : y;
-        const float u = above < -act.limit ? -act.limit : above;
-        out[i] = narrowed<Number>((u + act.shift) * (g * sigmoid_of(act.alpha * g)) * weight);
+        out[i] = narrowed<Number>(swiglu_of(widened(gate[i]), widened(up[i]), act) * weight);
     }
 }
 
@@ -65,17 +88,12 @@ MEGABLOCKS_FOR_EACH_MACHINE void gradient_row(const Number* __restrict gate,
                                               Number* __restrict of_up,
                                               float* __restrict products) {
     for (std::int64_t i = 0; i < features; ++i) {
-        const float x = widened(gate[i]), y = widened(up[i]), d = widened(of_hidden[i]);
-        const float g = x > act.limit ? act.limit : x;
-        const float above = y > act.limit ? act.limit : y;
-        const float u = (above < -act.limit ? -act.limit : above) + act.shift;
-        const float s = sigmoid_of(act.alpha * g), gated = g * s;
-        const float h = u * gated, weighted = d * weight;
-        const float slope = s * (1.0f + act.alpha * g * (1.0f - s));
-        products[i] = d * h;
-        hidden[i] = narrowed<Number>(h * weight);
-        of_gate[i] = narrowed<Number>(x > act.limit ? 0.0f : weighted * u * slope);
-        of_up[i] = narrowed<Number>(std::fabs(y) > act.limit ? 0.0f : weighted * gated);
+        const auto each = swiglu_gradient(widened(gate[i]), widened(up[i]), widened(of_hidden[i]),
+                                          weight, act);
+        products[i] = each.weight;
+        hidden[i] = narrowed<Number>(each.hidden);
+        of_gate[i] = narrowed<Number>(each.gate);
+        of_up[i] = narrowed<Number>(each.up);
     }
 }
 

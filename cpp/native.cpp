@@ -3,10 +3,10 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/tuple.h>
 
+#include "arguments.hpp"
 #include "blend_order.hpp"
-#include "expert_rows.hpp"
+#include "expert_functions.hpp"
 #include "gather.hpp"
 #include "packing.hpp"
 #include "permutation.hpp"
@@ -18,22 +18,11 @@ using namespace nb::literals;
 
 namespace {
 
-template <typename Element>
-using Vector = nb::ndarray<Element, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename Element>
-using Pairs = nb::ndarray<Element, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
-template <typename Element>
-using Matrix = nb::ndarray<Element, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-void require(bool holds, const char* rule) {
-    if (!holds) throw std::invalid_argument(rule);
-}
-
-void require_threads(std::int64_t threads) {
-    if (threads < 1) {
-        throw std::invalid_argument("threads=" + std::to_string(threads) + " must be at least 1");
-    }
-}
+using megablocks::Matrix;
+using megablocks::Pairs;
+using megablocks::require;
+using megablocks::require_threads;
+using megablocks::Vector;
 
 template <typename Token>
 void gather_tokens(Vector<const Token> tokens, Vector<const std::int64_t> starts,
@@ -155,60 +144,6 @@ void softmax_gradients(Matrix<Logit> logits, Vector<const std::int64_t> targets,
     megablocks::softmax_gradients(block, targets.data(), tokens, rows, threads);
 }
 
-megablocks::SwiGlu swiglu(const std::tuple<float, float, float>& numbers) {
-    return {std::get<0>(numbers), std::get<1>(numbers), std::get<2>(numbers)};
-}
-
-// Gate and up [n i] with the weights of their rows, of which there may be none.
-template <typename Number>
-megablocks::HiddenRows<Number> hidden_input(Matrix<const Number> gate, Matrix<const Number> up,
-                                            Vector<const float> weights) {
-    const auto rows = gate.shape(0), features = gate.shape(1);
-    require(up.shape(0) == rows && up.shape(1) == features, "up must be of the shape of gate");
-    require(weights.size() == rows || weights.size() == 0, "weights.size must be the rows or 0");
-    return {gate.data(), up.data(), weights.size() ? weights.data() : nullptr,
-            static_cast<std::int64_t>(features)};
-}
-
-template <typename Number>
-void hidden_rows(Matrix<const Number> gate, Matrix<const Number> up, Vector<const float> weights,
-                 std::tuple<float, float, float> activation, Matrix<Number> out,
-                 std::int64_t threads) {
-    require_threads(threads);
-    const auto in = hidden_input<Number>(gate, up, weights);
-    require(out.shape(1) == gate.shape(1) && out.shape(0) >= gate.shape(0),
-            "out must have the features of gate, and its rows or more");
-    const auto rows = static_cast<std::int64_t>(gate.shape(0));
-    const auto padded = static_cast<std::int64_t>(out.shape(0));
-    nb::gil_scoped_release released;
-    megablocks::hidden_rows(in, swiglu(activation), rows, padded, out.data(), threads);
-}
-
-template <typename Number>
-void hidden_gradients(Matrix<const Number> gate, Matrix<const Number> up,
-                      Vector<const float> weights, std::tuple<float, float, float> activation,
-                      Matrix<const Number> of_hidden, Matrix<Number> hidden,
-                      Matrix<Number> of_gate, Matrix<Number> of_up, Vector<float> of_weights,
-                      std::int64_t threads) {
-    require_threads(threads);
-    const auto in = hidden_input<Number>(gate, up, weights);
-    const auto rows = gate.shape(0), features = gate.shape(1), padded = of_hidden.shape(0);
-    require(of_hidden.shape(1) == features && padded >= rows,
-            "of_hidden must have the features of gate, and its rows or more");
-    for (const auto& each : {hidden, of_gate, of_up}) {
-        require(each.shape(0) == padded && each.shape(1) == features,
-                "hidden, of_gate and of_up must be of the shape of of_hidden");
-    }
-    require(of_weights.size() == rows || of_weights.size() == 0,
-            "of_weights.size must be the rows or 0");
-    const megablocks::HiddenGradients<Number> out{
-        of_hidden.data(), hidden.data(), of_gate.data(), of_up.data(),
-        of_weights.size() ? of_weights.data() : nullptr};
-    nb::gil_scoped_release released;
-    megablocks::hidden_gradients(in, swiglu(activation), static_cast<std::int64_t>(rows),
-                                 static_cast<std::int64_t>(padded), out, threads);
-}
-
 // One overload a token type. Arguments are never converted: `out` must be the caller's own array.
 template <typename... Tokens>
 void define_gather_tokens(nb::module_& m) {
@@ -242,19 +177,6 @@ void define_softmax(nb::module_& m) {
      ...);
 }
 
-template <typename... Numbers>
-void define_hidden(nb::module_& m) {
-    (m.def("hidden_rows", &hidden_rows<Numbers>, "gate"_a.noconvert(), "up"_a.noconvert(),
-           nb::kw_only(), "weights"_a.noconvert(), "activation"_a, "out"_a.noconvert(),
-           "threads"_a = 1),
-     ...);
-    (m.def("hidden_gradients", &hidden_gradients<Numbers>, "gate"_a.noconvert(),
-           "up"_a.noconvert(), nb::kw_only(), "weights"_a.noconvert(), "activation"_a,
-           "of_hidden"_a.noconvert(), "hidden"_a.noconvert(), "of_gate"_a.noconvert(),
-           "of_up"_a.noconvert(), "of_weights"_a.noconvert(), "threads"_a = 1),
-     ...);
-}
-
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -270,5 +192,5 @@ NB_MODULE(_native, m) {
     m.def("first_fit", &first_fit, "lengths"_a.noconvert(), nb::kw_only(), "capacity"_a,
           "bins"_a.noconvert());
     define_softmax<float, std::int16_t>(m);
-    define_hidden<float, std::int16_t>(m);
+    megablocks::define_experts(m);
 }

@@ -2,8 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <future>
+#include <stdexcept>
+#include <thread>
 #include <vector>
 
 namespace megablocks {
@@ -27,6 +30,62 @@ void share(std::int64_t size, std::int64_t threads, const Work& work) {
         }));
     }
     work(0, edge(0), edge(1));
+    for (auto& other : others) other.get();
+}
+
+// Where threads wait for each other, again and again.
+class Meeting {
+  public:
+    explicit Meeting(std::int64_t threads) : threads_(threads) {}
+
+    // Until all have come. Throws if one never will.
+    void wait() {
+        const std::int64_t turn = turn_.load(std::memory_order_relaxed);
+        if (come_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+            come_.store(0, std::memory_order_relaxed);
+            turn_.store(turn + 1, std::memory_order_release);
+            return;
+        }
+        for (int tries = 0; turn_.load(std::memory_order_acquire) == turn; ++tries) {
+            if (cancelled_.load(std::memory_order_relaxed)) {
+                throw std::runtime_error("another thread failed");
+            }
+            if (tries >= kTriesAwake) std::this_thread::yield();
+        }
+    }
+
+    void cancel() { cancelled_.store(true, std::memory_order_relaxed); }
+
+  private:
+    static constexpr int kTriesAwake = 1 << 12;
+    const std::int64_t threads_;
+    std::atomic<std::int64_t> come_{0}, turn_{0};
+    std::atomic<bool> cancelled_{false};
+};
+
+// Calls work(thread, meeting) on each thread, the first one on the caller's. An exception of any
+// leaves once all have ended, and none waits for one that failed or never began.
+template <typename Work>
+void together(std::int64_t threads, const Work& work) {
+    Meeting meeting(threads);
+    const auto guarded = [&](std::int64_t thread) {
+        try {
+            work(thread, meeting);
+        } catch (...) {
+            meeting.cancel();
+            throw;
+        }
+    };
+    std::vector<std::future<void>> others;
+    try {
+        for (std::int64_t thread = 1; thread < threads; ++thread) {
+            others.push_back(std::async(std::launch::async, guarded, thread));
+        }
+    } catch (...) {
+        meeting.cancel();
+        throw;
+    }
+    guarded(0);
     for (auto& other : others) other.get();
 }
 

@@ -92,3 +92,47 @@ def hidden_gradients(
     threads: int = 1,
 ) -> None:
     """Write weighted SwiGLU again and its gradients, with zeros in the rows that are too many."""
+
+def ask_for_huge_pages(memory: NDArray[np.uint8]) -> None:
+    """Ask the system for large pages under memory that is still untouched."""
+
+def has_tiles() -> bool:
+    """Whether this build and this processor multiply tiles of bfloat16."""
+
+def experts_forward(
+    gate: NDArray[np.int16],
+    up: NDArray[np.int16],
+    down: NDArray[np.int16],
+    *,
+    x: NDArray[np.int16],
+    rows: NDArray[np.int64],
+    weights: NDArray[np.float32],
+    counts: NDArray[np.int64],
+    activation: tuple[float, float, float],
+    first: NDArray[np.int16],
+    out: NDArray[np.int16],
+    threads: int = 1,
+) -> None:
+    """Write weighted SwiGLU experts into ``out``, and what backward reads again into ``first``."""
+
+def experts_backward(
+    gate: NDArray[np.int16],
+    up: NDArray[np.int16],
+    down: NDArray[np.int16],
+    *,
+    x: NDArray[np.int16],
+    rows: NDArray[np.int64],
+    weights: NDArray[np.float32],
+    counts: NDArray[np.int64],
+    activation: tuple[float, float, float],
+    dy: NDArray[np.int16],
+    first: NDArray[np.int16],
+    of_x: NDArray[np.int16] | None,
+    of_weights: NDArray[np.float32],
+    of_gate: NDArray[np.int16] | None,
+    of_up: NDArray[np.int16] | None,
+    of_down: NDArray[np.int16] | None,
+    adds: tuple[bool, bool, bool],
+    threads: int = 1,
+) -> None:
+    """Write the gradients that are wanted, or add them to what is there."""

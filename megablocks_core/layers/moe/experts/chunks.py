@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megablocks_core.layers.moe.experts import passes
+from megablocks_core.layers.moe.experts.fresh import fresh
 from megablocks_core.layers.moe.experts.function import Gradients, Inputs, Outputs, Wanted
 from megablocks_core.layers.moe.experts.passes import HiddenGradients
 from megablocks_core.layers.moe.experts.passes_into import hidden_backward_into, hidden_into
@@ -64,8 +65,8 @@ class Chunks:
         spans, formula = self._spans(inputs.x.dtype), inputs.formula
         rows, x = max(_rows(spans), inputs.rows.shape[0]), inputs.x
         features, hidden_size = projections.up.shape[1:]
-        gate_Ni = None if projections.gate is None else x.new_empty(rows, features)
-        up_Ni, y_NH = x.new_empty(rows, features), x.new_empty(rows, hidden_size)
+        gate_Ni = None if projections.gate is None else fresh(x, rows, features)
+        up_Ni, y_NH = fresh(x, rows, features), fresh(x, rows, hidden_size)
         x_pH, hidden_pi = _scratch(spans, x, hidden_size), _scratch(spans, x, features)
         for span, expert in zip(spans, projections.unstacked(), strict=True):
             if span.count == 0:
@@ -102,7 +103,7 @@ class Chunks:
         sums = Sums(projections, wanted)
         dx_NH = None
         if wanted.x or weigh == "input":
-            dx_NH = x.new_empty(max(_rows(spans), dy_NH.shape[0]), hidden_size)
+            dx_NH = fresh(x, max(_rows(spans), dy_NH.shape[0]), hidden_size)
         dweights_N = torch.zeros_like(inputs.weights)
         scratch = _Scratch(
             *(_scratch(spans, x, hidden_size) for _ in range(2)),
@@ -182,7 +183,7 @@ class Sums:
     def __init__(self, projections: Projections, wanted: Wanted) -> None:
         self._into = wanted.into
         self.left: list[Tensor | None] = [
-            torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            fresh(parameter, *parameter.shape)
             if is_wanted and parameter is not None and into is None
             else None
             for is_wanted, parameter, into in zip(
@@ -192,25 +193,25 @@ class Sums:
 
     def add(self, which: int, expert: int, dy_pO: Tensor, x_pI: Tensor) -> None:
         """``dy^T x`` of one expert."""
-        into, fresh = self._into[which], self.left[which]
+        into, left = self._into[which], self.left[which]
         if into is not None:
             into[expert].addmm_(dy_pO.t(), x_pI)
-        elif fresh is not None:
-            torch.mm(dy_pO.t(), x_pI, out=fresh[expert])
+        elif left is not None:
+            torch.mm(dy_pO.t(), x_pI, out=left[expert])
 
     def add_bias(self, which: int, expert: int, dy_nO: Tensor) -> None:
         """The sum over the rows of one expert."""
-        into, fresh = self._into[which], self.left[which]
+        into, left = self._into[which], self.left[which]
         if into is not None:
             into[expert] += dy_nO.sum(0)
-        elif fresh is not None:
-            torch.sum(dy_nO, 0, out=fresh[expert])
+        elif left is not None:
+            torch.sum(dy_nO, 0, out=left[expert])
 
     def skip(self, expert: int) -> None:
         """An expert without rows."""
-        for fresh in self.left:
-            if fresh is not None:
-                fresh[expert].zero_()
+        for left in self.left:
+            if left is not None:
+                left[expert].zero_()
 
 
 def _rows(spans: Sequence[Span]) -> int:

@@ -11,6 +11,7 @@ from megablocks_core.layers.moe.experts.chunks import Chunks
 from megablocks_core.layers.moe.experts.function import run
 from megablocks_core.layers.moe.experts.places import host_counts
 from megablocks_core.layers.moe.experts.projections import Formula, Projections
+from megablocks_core.layers.moe.experts.tiles import Tiles, tiles_fit
 from megablocks_core.layers.moe.experts.whole import Whole
 
 
@@ -46,5 +47,6 @@ def grouped(
     if torch.compiler.is_compiling() or dispatched.x.is_cuda:
         ends = dispatched.tokens_per_expert.cumsum(0).to(torch.int32)
         return run(Whole(), dispatched, projections, formula, bounds=ends, persistent=persistent)
-    computation = Chunks(host_counts(dispatched))
+    by_tiles = tiles_fit(dispatched.x, dispatched.weights, projections, formula)
+    computation = (Tiles if by_tiles else Chunks)(host_counts(dispatched))
     return run(computation, dispatched, projections, formula, persistent=persistent)

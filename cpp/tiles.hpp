@@ -1,0 +1,287 @@
+// Products of bfloat16 matrices by a processor's tile unit (Intel AMX), whose sums are float32.
+// A tile has 16 rows of 64 bytes. A left operand lies as tiles of 16 rows and 32 columns; a right
+// one as strips of 32 columns, two tiles for each 32 rows, in which a row holds 16 columns of a
+// pair of rows. A tile of the one kind, seen as 16 x 16 pairs and transposed, is one of the other.
+#pragma once
+
+#include <cstdint>
+
+#ifdef MEGABLOCKS_TILES
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define MEGABLOCKS_ON_TILES \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")))
+#endif
+
+namespace megablocks {
+
+#ifdef MEGABLOCKS_TILES
+
+// Whether this process may use tiles. Linux is asked once; what says no is taken as an answer.
+inline bool tiles_ready() {
+    static const bool ready = [] {
+        constexpr long kAskForState = 0x1023, kTileData = 18;
+        __builtin_cpu_init();
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-tile") &&
+               __builtin_cpu_supports("amx-bf16") &&
+               syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+    }();
+    return ready;
+}
+
+using Bits = std::int16_t;                   // of a bfloat16
+constexpr std::int64_t kTileRows = 16;       // also the columns of a right tile
+constexpr std::int64_t kTileColumns = 32;    // of a left tile; also the rows of a right one
+constexpr std::int64_t kTile = kTileRows * kTileColumns;
+constexpr std::int64_t kBlock = 32;          // rows and columns of the sums made at a time
+
+// Tiles of this thread are set up for as long as this lives.
+class TilesOn {
+  public:
+    MEGABLOCKS_ON_TILES TilesOn() {
+        alignas(64) struct {
+            std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } config;
+        _tile_loadconfig(&config);
+    }
+    MEGABLOCKS_ON_TILES ~TilesOn() { _tile_release(); }
+    TilesOn(const TilesOn&) = delete;
+    TilesOn& operator=(const TilesOn&) = delete;
+};
+
+MEGABLOCKS_ON_TILES inline void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+// A left and a right operand for each of the blocks of sums from `begin` to `end`: where those of
+// block 0 lie, and how many numbers the next block's are away.
+struct Operands {
+    const Bits* left;
+    std::int64_t left_step;
+    const Bits* strip;
+    std::int64_t strip_step;
+    std::int64_t depth;  // tiles in a row of the left one, which follow each other
+    std::int64_t begin, end;
+    std::int64_t half;   // a block of 16 rows, if there is one
+};
+
+// Adds the product of 32 rows, or of 16, and a strip of 32 columns. `next` numbers lie from 16
+// rows to the others. In between something else is done: a tile's product takes long.
+template <typename Between>
+MEGABLOCKS_ON_TILES inline void add_product(const Bits* left, std::int64_t next, const Bits* strip,
+                                            std::int64_t depth, bool half, Between& between) {
+    for (std::int64_t k = 0; k < depth; ++k) {
+        _tile_loadd(4, left + k * kTile, 64);
+        _tile_loadd(6, strip + 2 * k * kTile, 64);
+        _tile_loadd(7, strip + (2 * k + 1) * kTile, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!half) {
+            _tile_loadd(5, left + next + k * kTile, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        between.some();
+    }
+}
+
+// Writes the sums [32 32].
+MEGABLOCKS_ON_TILES inline void take_sums(float* sums) {
+    constexpr std::int64_t kRowBytes = kBlock * sizeof(float);
+    _tile_stored(0, sums, kRowBytes);
+    _tile_stored(1, sums + kTileRows, kRowBytes);
+    _tile_stored(2, sums + kTileRows * kBlock, kRowBytes);
+    _tile_stored(3, sums + kTileRows * kBlock + kTileRows, kRowBytes);
+}
+
+MEGABLOCKS_ON_TILES inline void give_sums(const float* sums) {
+    constexpr std::int64_t kRowBytes = kBlock * sizeof(float);
+    _tile_loadd(0, sums, kRowBytes);
+    _tile_loadd(1, sums + kTileRows, kRowBytes);
+    _tile_loadd(2, sums + kTileRows * kBlock, kRowBytes);
+    _tile_loadd(3, sums + kTileRows * kBlock + kTileRows, kRowBytes);
+}
+
+// What is still to be done with a block of sums, a pair of rows at a time.
+template <typename Finish>
+class Unfinished {
+  public:
+    MEGABLOCKS_ON_TILES Unfinished(Finish& finish, std::int64_t pairs)
+        : finish_(finish), pairs_(pairs) {}
+
+    MEGABLOCKS_ON_TILES void begin(std::int64_t block, const float* sums) {
+        block_ = block;
+        sums_ = sums;
+        done_ = 0;
+    }
+    MEGABLOCKS_ON_TILES void some() { go(done_ + pairs_ < kPairs ? done_ + pairs_ : kPairs); }
+    MEGABLOCKS_ON_TILES void rest() {
+        go(kPairs);
+        if (block_ >= 0) finish_.whole(block_);
+        block_ = -1;
+    }
+
+  private:
+    static constexpr std::int64_t kPairs = kBlock / 2;
+
+    MEGABLOCKS_ON_TILES void go(std::int64_t stop) {
+        for (; done_ < stop; ++done_) finish_.pair(block_, 2 * done_, sums_ + 2 * done_ * kBlock);
+    }
+
+    Finish& finish_;
+    const std::int64_t pairs_;  // at a time
+    std::int64_t block_ = -1, done_ = kPairs;
+    const float* sums_ = nullptr;
+};
+
+// Makes blocks of sums, and finishes each while the next one is made. Long products are made in
+// pieces, of which one side stays in the nearest cache.
+template <typename Finish>
+MEGABLOCKS_ON_TILES inline void products(const Operands& of, Finish& finish) {
+    constexpr std::int64_t kPiece = 16, kTogether = 8;
+    alignas(64) float sums[kTogether][kBlock * kBlock];
+    const std::int64_t together = of.depth > kPiece ? kTogether : 2;
+    const std::int64_t steps = of.depth > kPiece ? kPiece : of.depth;
+    Unfinished<Finish> before{finish, (kTileRows + steps - 1) / steps};
+    for (std::int64_t first = of.begin; first < of.end; first += together) {
+        const std::int64_t stop = first + together < of.end ? first + together : of.end;
+        for (std::int64_t k = 0; k < of.depth; k += kPiece) {
+            const std::int64_t depth = of.depth - k < kPiece ? of.depth - k : kPiece;
+            for (std::int64_t block = first; block < stop; ++block) {
+                float* own = sums[block - first];
+                if (k == 0) {
+                    clear_sums();
+                } else {
+                    give_sums(own);
+                }
+                add_product(of.left + block * of.left_step + k * kTile, of.depth * kTile,
+                            of.strip + block * of.strip_step + 2 * k * kTile, depth,
+                            block == of.half, before);
+                before.rest();
+                take_sums(own);
+                if (k + depth == of.depth) before.begin(block, own);
+            }
+        }
+    }
+    before.rest();
+}
+
+MEGABLOCKS_ON_TILES inline void transpose_quarters(__m512i* v) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        const __m512i a = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        const __m512i b = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+        const __m512i c = _mm512_unpacklo_epi32(v[i + 2], v[i + 3]);
+        const __m512i d = _mm512_unpackhi_epi32(v[i + 2], v[i + 3]);
+        v[i] = _mm512_unpacklo_epi64(a, c);
+        v[i + 1] = _mm512_unpackhi_epi64(a, c);
+        v[i + 2] = _mm512_unpacklo_epi64(b, d);
+        v[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+}
+
+MEGABLOCKS_ON_TILES inline void fetch(const Bits* line) {
+    _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
+}
+
+MEGABLOCKS_ON_TILES inline void fetch_tile(const Bits* from) {
+    for (std::int64_t row = 0; row < kTileRows; ++row) {
+        _mm_prefetch(reinterpret_cast<const char*>(from + row * kTileColumns), _MM_HINT_T1);
+    }
+}
+
+// A tile from 16 rows of 64 bytes, transposed as pairs of numbers. `stride` counts numbers.
+MEGABLOCKS_ON_TILES inline void transpose_pairs(const Bits* from, std::int64_t stride, Bits* to) {
+    __m512i v[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) v[i] = _mm512_loadu_si512(from + i * stride);
+    transpose_quarters(v);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m512i a = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
+        const __m512i b = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
+        const __m512i c = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
+        const __m512i d = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
+        _mm512_store_si512(to + i * kTileColumns, _mm512_shuffle_i32x4(a, c, 0x88));
+        _mm512_store_si512(to + (i + 4) * kTileColumns, _mm512_shuffle_i32x4(b, d, 0x88));
+        _mm512_store_si512(to + (i + 8) * kTileColumns, _mm512_shuffle_i32x4(a, c, 0xdd));
+        _mm512_store_si512(to + (i + 12) * kTileColumns, _mm512_shuffle_i32x4(b, d, 0xdd));
+    }
+}
+
+// A row of both tiles of a strip, from a pair of rows with 32 columns.
+MEGABLOCKS_ON_TILES inline void pair_rows(__m512i even, __m512i odd, Bits* to) {
+    const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
+    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    _mm512_store_si512(to, _mm512_permutex2var_epi64(low, first, high));
+    _mm512_store_si512(to + kTile, _mm512_permutex2var_epi64(low, second, high));
+}
+
+// Neighbouring strips from a matrix whose rows are those of the product's right operand. Strips
+// are `next` numbers apart; rows are read from end to end, as memory gives them fastest.
+MEGABLOCKS_ON_TILES inline void strips_of_rows(const Bits* from, std::int64_t stride,
+                                               std::int64_t depth, std::int64_t strips, Bits* to,
+                                               std::int64_t next) {
+    for (std::int64_t row = 0; row < depth * kTileRows; ++row) {
+        const Bits* pair = from + 2 * row * stride;
+        Bits* at = to + row / kTileRows * 2 * kTile + row % kTileRows * kTileColumns;
+        for (std::int64_t strip = 0; strip < strips; ++strip) {
+            const Bits* both = pair + strip * kBlock;
+            pair_rows(_mm512_loadu_si512(both), _mm512_loadu_si512(both + stride),
+                      at + strip * next);
+        }
+    }
+}
+
+// A strip from two times 16 rows of the right operand's transpose, which has no gaps between rows.
+// Meanwhile memory is asked for those of the next strip, `ahead` numbers on, from end to end.
+MEGABLOCKS_ON_TILES inline void strip_of_columns(const Bits* first, const Bits* second,
+                                                 std::int64_t depth, std::int64_t ahead,
+                                                 Bits* to) {
+    const std::int64_t stride = depth * kTileColumns;
+    for (std::int64_t k = 0; k < depth; ++k) {
+        fetch_tile(first + ahead + k * kTile);
+        fetch_tile(second + ahead + k * kTile);
+        transpose_pairs(first + k * kTileColumns, stride, to + 2 * k * kTile);
+        transpose_pairs(second + k * kTileColumns, stride, to + (2 * k + 1) * kTile);
+    }
+}
+
+MEGABLOCKS_ON_TILES inline __m512 widened_16(__m256i bits) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+MEGABLOCKS_ON_TILES inline void widen(__m512i bits, float* to) {
+    _mm512_store_ps(to, widened_16(_mm512_castsi512_si256(bits)));
+    _mm512_store_ps(to + 16, widened_16(_mm512_extracti64x4_epi64(bits, 1)));
+}
+
+MEGABLOCKS_ON_TILES inline __m256i narrowed_16(const float* from) {
+    return (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(from));
+}
+
+MEGABLOCKS_ON_TILES inline void store_16(Bits* to, __m256i bits) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
+}
+
+MEGABLOCKS_ON_TILES inline __m512i narrowed_32(const float* from) {
+    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(from + 16), _mm512_load_ps(from));
+}
+
+#else
+
+inline bool tiles_ready() { return false; }
+
+#endif
+
+}  // namespace megablocks
