@@ -132,6 +132,40 @@ def _layer(mesh=None):
     )
 
 
+@ranks(2, timeout=300)
+@pytest.mark.parametrize(
+    "wrapper", ["reduce_gradients", "DataParallel", "ShardedOptimizer", "fully_shard"]
+)
+def test_biases_where_data_parallel_ranks_cut_each_expert(wrapper):
+    """Every rank of etp holds the last bias and its whole gradient, which nobody sums again."""
+    mesh = Mesh(dp=2, etp=2)
+    groups = {"etp": mesh.expert.group("etp"), "ep": mesh.expert.group("ep")}
+
+    def build(**groups):
+        torch.manual_seed(0)
+        return MoE(
+            router=TopKRouter(8, num_experts=4, top_k=2, dtype=F64),
+            dispatcher=AllToAllDispatcher(num_experts=4, **groups) if groups else LocalDispatcher(),
+            experts=GroupedExperts(4, 8, 6, bias=True, dtype=F64, **groups),
+        )
+
+    whole, cut = build(), build(**groups)
+    group = mesh.group("dp")
+    words = {"group": group, "expert_group": mesh.expert.group("edp")}
+    model, step, finish = _wrapped(wrapper, cut, words)
+    expected = torch.optim.AdamW(whole.parameters(), **ADAMW)
+    for _ in range(2):
+        for net, optimizer, rows, end in (
+            (whole, expected, slice(None), lambda _: None),
+            (model, step, slice(4 * group.rank, 4 * group.rank + 4), finish),
+        ):
+            optimizer.zero_grad()
+            net(X[rows])[0].sin().sum().backward()
+            end(net)
+            optimizer.step()
+    _assert_same(cut, gather_whole(whole), rtol=1e-10)
+
+
 X = torch.randn(8, 8, dtype=F64, generator=torch.Generator().manual_seed(1))
 
 

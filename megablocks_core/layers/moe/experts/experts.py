@@ -10,7 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.groups import LOCAL, Group, ShardSpec, mark, specs_of, split_evenly
+from megablocks_core.groups import (
+    LOCAL,
+    Group,
+    Segment,
+    ShardSpec,
+    mark,
+    specs_of,
+    split_evenly,
+)
 from megablocks_core.layers.moe.dispatch import Dispatched
 from megablocks_core.layers.moe.experts.activations import ACTIVATIONS
 from megablocks_core.layers.moe.experts.adapted import Adapters, Factors, adapted
@@ -116,7 +124,9 @@ class GroupedExperts(nn.Module):
         shapes["down_proj"] = (self.hidden_size, features), (columns,)
         if bias:
             shapes |= {f"{name}_bias": ((features,), (rows,)) for name in first}
-            shapes["down_bias"] = (self.hidden_size,), ()
+            # All ranks of etp hold the whole of it, and its whole gradient.
+            held = Segment(self.hidden_size, parts=1)
+            shapes["down_bias"] = (self.hidden_size,), (ShardSpec(1, self.etp, (held,)),)
         for name in ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias"):
             if name not in shapes:
                 self.register_parameter(name, None)
