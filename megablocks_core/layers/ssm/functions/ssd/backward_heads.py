@@ -25,6 +25,7 @@ class _Slopes(NamedTuple):
         dy: Gradient in y [n b g q j P].
         dx: Where that in x is written.
         dt, unlow, leave: Factors of tokens [n b g q j 1].
+        own, read, left, input: Where those of ``Found`` are written [n b g q j].
     """
 
     dy: Tensor
@@ -32,6 +33,10 @@ class _Slopes(NamedTuple):
     dt: Tensor
     unlow: Tensor
     leave: Tensor
+    own: Tensor
+    read: Tensor
+    left: Tensor
+    input: Tensor
 
 
 class BackwardHeads(Heads):
@@ -65,13 +70,17 @@ class BackwardHeads(Heads):
         self.dentries = None
         if self.entries is not None:
             self.dentries = gradients.entries[those, region.rows, lane.heads]
-        self.ones = kept.new_ones(max(region.length, self.shape[2]))
+        q = region.length
+        self.ones = kept.new_ones(self.shape[2])
+        self.later = kept.new_ones(q, q).triu(1)  # j before t
+        self.not_earlier = kept.new_ones(q, q).tril()  # i from t on
         tokens = (chunks.grouped(region.of(x)) for x in (dy, gradients.x))
         factors = (
             chunks.by_token(x) for x in (chunks.dt, chunks.decays.unlow, chunks.decays.leave)
         )
         at_a_time = len(self.pieces[0].x)
-        cut = [lane.of(x).split(at_a_time) for x in (*tokens, *factors)]
+        sums = (found.own, found.read, found.left, found.input)
+        cut = [lane.of(x).split(at_a_time) for x in (*tokens, *factors, *sums)]
         pieces = list(zip(self.pieces, map(_Slopes, *cut), strict=True))
         many = max(1, every // at_a_time)
         blocks = [pieces[at : at + many] for at in range(0, len(pieces), many)]
@@ -98,7 +107,7 @@ class BackwardHeads(Heads):
         torch.mul(dy, piece.enter, out=entered)
         dbehind = self._states(piece, work, states, entered_)
         self._pairs(piece, work, x, dy)
-        self._outside(piece, work, states, entered_, work.by_group(dbehind))
+        self._outside(piece, slopes, work, states, entered_, work.by_group(dbehind))
         self._tokens(piece, slopes, work, x, dy)
 
     def _states(self, piece: Piece, work: Work, states: Tensor, entered_: Tensor) -> Tensor:
@@ -111,12 +120,11 @@ class BackwardHeads(Heads):
         for index, passing in reversed(list(enumerate(piece.passing.unbind()))):
             before = dbehind[index - 1] if index else self.dcarry
             torch.addcmul(work.added[index], dbehind[index], passing, out=before)
-        # A state behind a chunk, but for what is added from outside, decays with the chunk.
-        whole = torch.mul(dbehind, states[1:], out=work.added).sum((-1, -2))
-        if self.entries is not None and self.dentries is not None:
-            whole -= torch.mul(dbehind, self.entries[piece.some], out=work.added).sum((-1, -2))
+        passed = torch.mul(dbehind, states[:-1], out=work.added).sum((-1, -2))
+        passed *= piece.passing[..., 0, 0]
+        self.found.passing[piece.some, :, self.lane.heads] = passed
+        if self.dentries is not None:
             self.dentries[piece.some].copy_(dbehind)
-        self.found.whole[piece.some, :, self.lane.heads] = whole
         return dbehind
 
     def _pairs(self, piece: Piece, work: Work, x: Tensor, dy: Tensor) -> None:
@@ -130,14 +138,22 @@ class BackwardHeads(Heads):
         dmatrix.mul_(work.matrix)
         by_group = dmatrix.view(n, b, g, j, q, q)
         self.found.meets[piece.some, :, self.lane.groups] += by_group.sum(3)
-        by_group.mul_(piece.meets)
-        rows = torch.mv(dmatrix.view(-1, q), self.ones[:q]).view(n, b, g * j, q)
-        self.found.row[piece.some, :, self.lane.heads] = rows
         work.matrix_by_group.mul_(piece.meets)
         torch.bmm(work.matrix_.mT, work.met_, out=work.moved_)
+        # Of each decay t: the sum over all i from t on, and j before t.
+        by_group.mul_(piece.meets)
+        crossing = torch.mm(dmatrix.view(-1, q), self.later, out=work.matrix.view(-1, q))
+        crossing = crossing.view(n, b, g * j, q, q).mul_(self.not_earlier)
+        torch.sum(crossing, dim=3, out=self.found.crossing[piece.some, :, self.lane.heads])
 
     def _outside(
-        self, piece: Piece, work: Work, states: Tensor, entered_: Tensor, dbehind_: Tensor
+        self,
+        piece: Piece,
+        slopes: _Slopes,
+        work: Work,
+        states: Tensor,
+        entered_: Tensor,
+        dbehind_: Tensor,
     ) -> None:
         """What is read from the states before chunks, and left in those behind."""
         groups = self.lane.groups
@@ -145,19 +161,20 @@ class BackwardHeads(Heads):
         flat(dC).baddbmm_(entered_, work.by_group(states[:-1]))
         flat(dB).baddbmm_(work.left_, dbehind_)
         self.read(piece, work, states)
-        self._to_heads(self.found.row, piece, work.read.mul_(entered_.view_as(work.read)), add=True)
+        self._sum(work.read.mul_(entered_.view_as(work.read)), slopes.read)
         torch.bmm(flat(piece.B), dbehind_.mT, out=work.read_)
 
     def _tokens(self, piece: Piece, slopes: _Slopes, work: Work, x: Tensor, dy: Tensor) -> None:
         """The gradient in x, and its inner products."""
         product = work.met.view(x.shape)
-        self._to_heads(self.found.own, piece, torch.mul(dy, x, out=product))
+        self._sum(torch.mul(dy, x, out=product), slopes.own)
         if self.D is not None:
             each = self.found.D[self.lane.groups, self.lane.inside]
             each += product.sum((0, 1, 3))
         dinput = work.read.mul_(slopes.leave)
+        self._sum(torch.mul(dinput, x, out=product), slopes.left)
         dinput.addcmul_(work.moved_by_token, slopes.unlow)
-        self._to_heads(self.found.column, piece, torch.mul(dinput, x, out=product))
+        self._sum(torch.mul(dinput, x, out=product), slopes.input)
         narrow = slopes.dx.dtype != self.rooms.dtype
         dx = self.rooms.of("y", *slopes.dx.shape) if narrow else slopes.dx
         torch.mul(dinput, slopes.dt, out=dx)
@@ -167,10 +184,7 @@ class BackwardHeads(Heads):
         if narrow:
             slopes.dx.copy_(dx)
 
-    def _to_heads(self, x: Tensor, piece: Piece, product: Tensor, *, add: bool = False) -> None:
-        """Put or add sums over features [n b g q j P] into what is found [c b H q]."""
-        features = product.shape[-1]
-        sums = torch.mv(product.view(-1, features), self.ones[:features])
-        by_head = sums.view(product.shape[:-1]).transpose(3, 4).flatten(2, 3)
-        heads = x[piece.some, :, self.lane.heads]
-        heads.add_(by_head) if add else heads.copy_(by_head)
+    def _sum(self, product: Tensor, out: Tensor) -> None:
+        """Put sums over features [n b g q j P] in ``out``."""
+        sums = torch.mv(product.view(-1, product.shape[-1]), self.ones)
+        out.copy_(sums.view(out.shape))

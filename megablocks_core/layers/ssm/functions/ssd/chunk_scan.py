@@ -103,10 +103,14 @@ def ssd_chunk_scan(
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> None:
     check_tensors(x=x, dt=dt, A=A, B=B, C=C)
-    if x.dim() != 4 or B.dim() != 4:
+    if x.dim() != 4 or not x.is_floating_point():
         raise ValueError(
-            f"x of shape {tuple(x.shape)} must be [rows, tokens, heads, features] and B of shape "
-            f"{tuple(B.shape)} [rows, tokens, groups, state]"
+            f"x of shape {tuple(x.shape)} and {x.dtype} must be floating-point numbers of rows, "
+            "tokens, heads and features"
+        )
+    if B.dim() != 4:
+        raise ValueError(
+            f"B of shape {tuple(B.shape)} must have rows, tokens, groups and features of a state"
         )
     rows, length, heads, features = x.shape
     groups, states = B.shape[2:]
