@@ -130,6 +130,21 @@ def _check_cut_and_joined(cut, dim):
 
 
 @ranks(2)
+def test_traffic_follows_the_table():
+    """``docs/traffic.md``: one all-gather of the whole, in backward or in forward."""
+    for kind in KINDS:
+        cut = SequenceCut(8, group=Mesh(cp=2).group("cp"), kind=kind)
+        for move, length, forth, back in ((cut.shard, 8, 0, 1), (cut.unshard, 4, 1, 0)):
+            x = torch.ones(3, length, 5, requires_grad=True)
+            with Traffic() as forward:
+                y = move(x, 1)
+            with Traffic() as backward:
+                y.sum().backward()
+            for traffic, number in ((forward, forth), (backward, back)):
+                assert traffic.totals() == ({"all_gather": (1, 3 * 8 * 5)} if number else {})
+
+
+@ranks(2)
 def test_labels_and_rows_are_cut_alike():
     cut = SequenceCut(7, group=Mesh(cp=2).group("cp"), kind="zigzag")
     labels = torch.arange(7)
