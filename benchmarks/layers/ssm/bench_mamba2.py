@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     @property
     def case(self) -> dict[str, int | str]:
         """For the report."""
-        return {key[0].upper(): value for key, value in self._asdict().items()}
+        return dict(zip(("L", "D", "H", "P", "N"), self, strict=True))
 
 
 _SIZES = Sizes(4096, 256, 16, 32, 64)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from megablocks_core.groups import LOCAL, Group, ShardSpec, copy_to, mark, reduce_from, split_evenly
+from megablocks_core.layers.ssm.mixers.gated_norm_function import Form, gated_norm
 
 
 def gated(y: Tensor, z: Tensor) -> Tensor:
@@ -58,6 +59,7 @@ class GatedRMSNorm(nn.Module):
         own = split_evenly(features, group=tp, name="features")
         self.group_size, self.groups = features // groups, groups
         self.eps, self.norm_before_gate, self.tp = eps, norm_before_gate, tp
+        self.form = Form(self.group_size, eps, norm_before_gate)
         self.first, stop = own.start // self.group_size, -(-own.stop // self.group_size)
         # How many of this rank's features lie in each of the groups that it has a part of.
         self.lengths = [
@@ -79,6 +81,8 @@ class GatedRMSNorm(nn.Module):
 
     def with_weight(self, y_Ti: Tensor, z_Ti: Tensor, weight_i: Tensor) -> Tensor:
         """The same with another weight: one that came through ``copy_to``."""
+        if self.groups % self.tp.size == 0:
+            return gated_norm(y_Ti, z_Ti, weight_i, self.form)
         kind = torch.promote_types(y_Ti.dtype, torch.float32)
         y, gate = y_Ti.to(kind), silu(z_Ti.to(kind))
         if self.norm_before_gate:
@@ -93,10 +97,7 @@ class GatedRMSNorm(nn.Module):
         )
 
     def _norm(self, x_Ti: Tensor) -> Tensor:
-        if self.groups % self.tp.size == 0:
-            return nn.functional.rms_norm(
-                x_Ti.unflatten(-1, (-1, self.group_size)), (self.group_size,), eps=self.eps
-            ).flatten(-2)
+        """The norm over groups that span ranks."""
         squares = [part.square().sum(-1) for part in x_Ti.split(self.lengths, dim=-1)]
         after = self.groups - self.first - len(squares)
         sums_TG = pad(torch.stack(squares, dim=-1), (self.first, after))

@@ -112,9 +112,7 @@ class Mixer(Float32Parameters, ABC):
             ValueError: The mixer was built for pieces of sequences.
         """
         self._refuse_pieces("prefill")
-        y_TH, new = self._run(x_TH, state=state, cu_seqlens=cu_seqlens, keep=True)
-        assert new is not None
-        return y_TH, new
+        return self._run(x_TH, state=state, cu_seqlens=cu_seqlens, keep=True)
 
     def step(self, x_BH: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         """``y`` [B H] of one token a row, and the next state; ``state`` stays as it is.
@@ -173,8 +171,8 @@ class Mixer(Float32Parameters, ABC):
         cu_seqlens_padded: Tensor | None = None,
         cut: SequenceCut | None = None,
         keep: bool,
-    ) -> tuple[Tensor, MixerState | None]:
-        """A whole sequence, or the pieces of it that this rank holds."""
+    ) -> tuple[Tensor, MixerState]:
+        """A whole sequence, or the pieces that this rank holds; states only if ``keep``."""
         self._check(cut, cu_seqlens)
         documents, real_T1 = cu_seqlens, None
         if cu_seqlens is not None and cu_seqlens_padded is not None:
@@ -202,7 +200,7 @@ class Mixer(Float32Parameters, ABC):
         if real_T1 is not None:
             y_BTi = y_BTi.where(real_T1, 0)
         y_TH = self.out_proj(y_BTi.reshape(*leading, *y_BTi.shape[-2:]))
-        return y_TH, new if keep else None
+        return y_TH, new
 
     def _real(
         self, own: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, cut: SequenceCut | None

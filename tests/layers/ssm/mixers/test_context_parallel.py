@@ -112,6 +112,35 @@ def test_what_is_sent_does_not_grow_with_the_length(kind):
     }
 
 
+@ranks(2)
+def test_traffic_is_that_of_the_page():
+    cp = Mesh(cp=2).group("cp")
+    heads, features, state, taps, length = 4, 2, 3, 4, 16
+    states = {
+        "all_to_all": [(taps - 1) * (heads * features + 2 * state)],
+        "all_gather": [2 * heads * (features * state + 1)],
+    }
+    tokens_for_heads = {
+        "all_to_all": [
+            length * heads * features,
+            length * (heads * features + 2 * 2 * state + heads),
+        ]
+    }
+    for context, forward, reverse in (
+        ("states", states, {"all_to_all": states["all_to_all"], "reduce_scatter": [56]}),
+        ("heads", tokens_for_heads, tokens_for_heads),
+    ):
+        mixer = build("Mamba2", num_groups=1, cp=cp, context=context)
+        cut = SequenceCut(2 * length, group=cp)
+        x_TH = tokens(length, HIDDEN, dtype=torch.float32).requires_grad_()
+        with Traffic() as traffic:
+            y_TH = mixer(x_TH, cut=cut)
+        assert traffic.sorted_sizes() == forward
+        with Traffic() as traffic:
+            y_TH.sum().backward()
+        assert traffic.sorted_sizes() == reverse
+
+
 def _compare(
     kind,
     length,

@@ -136,6 +136,45 @@ def test_f100_storage_with_pads_equals_documents_alone(kind):
     assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters())
 
 
+@pytest.mark.parametrize("kind", ["Mamba1", "Mamba2"])
+def test_outputs_at_pads_are_zero_or_the_last_bias(kind):
+    mixer = build(kind, bias=True)
+    sums = {"cu_seqlens": torch.tensor([0, 3, 5]), "cu_seqlens_padded": torch.tensor([0, 4, 8])}
+    y_TH = mixer(tokens(9, HIDDEN, dtype=torch.float32), **sums)
+    assert_close(y_TH[[3, 6, 7, 8]], mixer.get_parameter("out_proj.bias").expand(4, HIDDEN))
+
+
+@ranks(2)
+def test_pads_lie_where_they_are_when_ranks_hold_slices_of_the_tokens():
+    tp = Mesh(tp=2).group("tp")
+    torch.manual_seed(0)
+    whole = build("Mamba2")
+    torch.manual_seed(0)
+    mixer = build("Mamba2", tp=tp, sequence_parallel=True)
+    x_TH = tokens(8, HIDDEN, dtype=torch.float32)
+    x_TH[[3, 6, 7]] = torch.inf
+    sums = {"cu_seqlens": torch.tensor([0, 3, 5]), "cu_seqlens_padded": torch.tensor([0, 4, 8])}
+    own = slice(4 * tp.rank, 4 * tp.rank + 4)
+    y_TH = mixer(x_TH[own], **sums)
+    assert y_TH.isfinite().all()
+    assert_close(y_TH, whole(x_TH, **sums)[own])
+
+
+@ranks(2)
+def test_steps_of_cut_rows_are_steps_of_all_rows():
+    tp = Mesh(tp=2).group("tp")
+    torch.manual_seed(0)
+    whole = build("Mamba2").double()
+    torch.manual_seed(0)
+    mixer = build("Mamba2", tp=tp, sequence_parallel=True).double()
+    x_BH, own = tokens(4, HIDDEN), slice(2 * tp.rank, 2 * tp.rank + 2)
+    states = [each.empty_state(4) for each in (mixer, whole)]
+    for _ in range(3):
+        y_BH, states[0] = mixer.step(x_BH[own], states[0])
+        expected, states[1] = whole.step(x_BH, states[1])
+        assert_close(y_BH, expected[own])
+
+
 @each_kind
 def test_copies_and_saved_tensors_are_the_same_mixer(kind):
     mixer, _ = _twins(kind)
