@@ -8,6 +8,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
+# Test processes side by side; each starts ranks of its own.
+JOBS ?= 2
 
 export MEGABLOCKS_REQUIRE_NATIVE := 1
 
@@ -16,8 +18,8 @@ export MEGABLOCKS_REQUIRE_NATIVE := 1
 demo: $(READY)  ## Train, save, resume, export: DATA= text to learn from, OUT= where results go
 	$(RUN) examples/demo.py $(if $(DATA),--data "$(DATA)") $(if $(OUT),--out "$(OUT)")
 
-test: $(READY)  ## What a change must pass; ARGS= goes to pytest
-	$(RUN) -m pytest $(ARGS)
+test: $(READY)  ## What a change must pass, on JOBS= processes; ARGS= goes to pytest
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-all: $(READY)  ## The same with the big counts and matrices, late messages, and mutations
 	$(RUN) -m pytest -m "not drill and not gpu" $(ARGS)
