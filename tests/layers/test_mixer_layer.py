@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -139,3 +140,35 @@ class _Logits(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.decoder(tokens, gather_logits=True).logits
+
+
+@pytest.mark.slow
+def test_packings_recompile_at_most_twice():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    decoder = _seeded(_spec("M*-G"))
+    compiled = torch.compile(decoder, fullgraph=True, backend=counter)
+    for packing in ([3, 4], [2, 2, 5], [9], [1, 1, 1, 1, 7], [6, 3, 2, 8], [4, 12]):
+        cu_seqlens = F.pad(torch.tensor(packing).cumsum(0), (1, 0))
+        tokens = torch.arange(sum(packing) + 1) * 7 % 50
+        results = []
+        for call in (compiled, decoder):
+            decoder.zero_grad()
+            logits = call(tokens, cu_seqlens=cu_seqlens, max_seqlen=max(packing)).logits
+            logits.square().sum().backward()
+            results.append([logits, *(p.grad for p in decoder.parameters())])
+        assert_close(*results)
+    assert counter.frame_count <= 3
+
+
+@ranks(2, timeout=300)
+def test_it_compiles_whole_on_two_ranks():
+    decoder = _seeded(_spec("MG"), mesh=Mesh(tp=2), sequence_parallel=True)
+    compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (compiled, decoder):
+        decoder.zero_grad()
+        logits = call(TOKENS, gather_logits=True).logits
+        logits.square().sum().backward()
+        results.append([logits, *(p.grad for p in decoder.parameters())])
+    assert_close(*results)
