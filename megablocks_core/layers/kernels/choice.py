@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megablocks_core.layers.kernels.plain import Plain
 from megablocks_core.layers.kernels.spans import Spans
@@ -61,3 +62,20 @@ def kernels_for(x: Tensor) -> Kernels:
 
         return Launches()
     return Plain()
+
+
+def triton_serves(*tensors: Tensor | None) -> bool:
+    """Whether kernels of sequences in Triton can take these tensors, instead of plain torch.
+
+    They must lie on CUDA, have no float64 among them, and hold something. Compilers get plain
+    torch, which they fuse themselves.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(tensor.is_cuda for tensor in given) or torch.compiler.is_compiling():
+        return False
+    return all(map(_is_served, given)) and find_spec("triton") is not None
+
+
+def _is_served(tensor: Tensor) -> bool:
+    fits = tensor.dtype in _DTYPES or not tensor.dtype.is_floating_point
+    return fits and tensor.numel() > 0 and not isinstance(tensor, FakeTensor)

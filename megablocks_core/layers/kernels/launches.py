@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from megablocks_core.layers.kernels.launching import arrays, launch, parts
 from megablocks_core.layers.kernels.product_kernels import product_kernel, weight_gradient_kernel
 from megablocks_core.layers.kernels.row_kernels import (
     row_products_kernel,
@@ -41,10 +42,10 @@ class Launches:
         num_places, num_features = rows_N.shape[0], x_MH.shape[1]
         taken_NH = x_MH.new_empty(num_places, num_features)
         blocks = _row_blocks(num_features)
-        grid = (_parts(num_places, blocks["ROWS"]), _parts(num_features, blocks["FEATURES"]))
-        arrays = _arrays(taken_NH, x_MH, rows_N, weights_N)
+        grid = (parts(num_places, blocks["ROWS"]), parts(num_features, blocks["FEATURES"]))
+        given = arrays(taken_NH, x_MH, rows_N, weights_N)
         sizes, weighted = (num_places, num_features), weights_N is not None
-        launch(take_kernel, grid, *arrays, *sizes, WEIGHTED=weighted, **blocks)
+        launch(take_kernel, grid, *given, *sizes, WEIGHTED=weighted, **blocks)
         return taken_NH
 
     def total(self, y_NH: Tensor, places_Tk: Tensor, weights_N: Tensor | None = None) -> Tensor:
@@ -52,10 +53,10 @@ class Launches:
         (num_tokens, num_slots), num_features = places_Tk.shape, y_NH.shape[1]
         total_TH = y_NH.new_empty(num_tokens, num_features)
         blocks = _row_blocks(num_features)
-        grid = (_parts(num_tokens, blocks["ROWS"]), _parts(num_features, blocks["FEATURES"]))
-        arrays = _arrays(total_TH, y_NH, places_Tk, weights_N)
+        grid = (parts(num_tokens, blocks["ROWS"]), parts(num_features, blocks["FEATURES"]))
+        given = arrays(total_TH, y_NH, places_Tk, weights_N)
         sizes, weighted = (num_tokens, num_slots, num_features), weights_N is not None
-        launch(total_kernel, grid, *arrays, *sizes, WEIGHTED=weighted, **blocks)
+        launch(total_kernel, grid, *given, *sizes, WEIGHTED=weighted, **blocks)
         return total_TH
 
     def row_products(self, x_MH: Tensor, rows_N: Tensor, y_NH: Tensor) -> Tensor:
@@ -63,9 +64,9 @@ class Launches:
         num_places, num_features = y_NH.shape
         products_N = x_MH.new_empty(num_places, dtype=torch.float32)
         blocks = _row_blocks(num_features)
-        grid = (_parts(num_places, blocks["ROWS"]),)
-        arrays = _arrays(products_N, x_MH, rows_N, y_NH)
-        launch(row_products_kernel, grid, *arrays, num_places, num_features, **blocks)
+        grid = (parts(num_places, blocks["ROWS"]),)
+        given = arrays(products_N, x_MH, rows_N, y_NH)
+        launch(row_products_kernel, grid, *given, num_places, num_features, **blocks)
         return products_N
 
     def product(
@@ -95,13 +96,13 @@ class Launches:
         # The rows are what is summed over here, so they take the block of the inputs.
         blocks = blocks._replace(rows=blocks.inputs, inputs=blocks.outputs)
         grid = (
-            _parts(num_outputs, blocks.outputs),
-            _parts(num_inputs, blocks.inputs),
+            parts(num_outputs, blocks.outputs),
+            parts(num_inputs, blocks.inputs),
             num_experts,
         )
-        arrays = _arrays(gradient, dy_NO, x_MI, rows_N, *spans)
+        given = arrays(gradient, dy_NO, x_MI, rows_N, *spans)
         named = {"GATHERED": rows_N is not None, "ADDED": into is not None, **_named(blocks)}
-        launch(weight_gradient_kernel, grid, *arrays, num_outputs, num_inputs, **named)
+        launch(weight_gradient_kernel, grid, *given, num_outputs, num_inputs, **named)
         return gradient
 
 
@@ -117,31 +118,11 @@ def _product(
     y_NO = x_MI.new_zeros(num_places, num_outputs)
     blocks = _product_blocks(x_MI.dtype)
     tiles = tiles_of(spans, num_places, blocks.rows)
-    grid = (tiles.experts.shape[0], _parts(num_outputs, blocks.outputs))
-    arrays = _arrays(y_NO, x_MI, rows_N, weight, *tiles)
+    grid = (tiles.experts.shape[0], parts(num_outputs, blocks.outputs))
+    given = arrays(y_NO, x_MI, rows_N, weight, *tiles)
     sizes = (num_outputs, num_inputs, stride_output, stride_input)
-    launch(product_kernel, grid, *arrays, *sizes, GATHERED=rows_N is not None, **_named(blocks))
+    launch(product_kernel, grid, *given, *sizes, GATHERED=rows_N is not None, **_named(blocks))
     return y_NO
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | int, **named: Any) -> None:
-    """Start one program for each point of the grid on the device of the first tensor."""
-    (first, *_) = arguments
-    assert isinstance(first, Tensor)
-    if all(grid):
-        with torch.cuda.device_of(first):
-            kernel[grid](*arguments, **named)
-
-
-def _arrays(*tensors: Tensor | None) -> list[Tensor]:
-    """Contiguous tensors; the first stands in for one that is missing and not read."""
-    result = tensors[0]
-    assert result is not None and result.is_contiguous()
-    return [result if tensor is None else tensor.contiguous() for tensor in tensors]
-
-
-def _parts(size: int, block: int) -> int:
-    return -(-size // block)
 
 
 def _row_blocks(num_features: int) -> dict[str, int]:

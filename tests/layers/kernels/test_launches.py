@@ -1,14 +1,10 @@
 """What is launched compiles for each architecture with what it is launched with."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from megablocks_core.layers.kernels import launches
 from megablocks_core.layers.kernels.plain import Plain
@@ -19,13 +15,8 @@ from megablocks_core.layers.kernels.row_kernels import (
     total_kernel,
 )
 from megablocks_core.layers.kernels.spans import spans_of
+from tests.layers.kernels.compiling import ARCHITECTURES
 
-# Bytes of shared memory that a program may have, and the products of tensor cores.
-ARCHITECTURES = {
-    80: (163 * 1024, "mma.sync"),
-    90: (227 * 1024, "wgmma.mma_async"),
-    100: (227 * 1024, "tcgen05.mma"),
-}
 OTHER_DTYPES = [torch.float16, torch.float32]
 CONSTANTS = {
     take_kernel: ["WEIGHTED", "ROWS", "FEATURES"],
@@ -65,27 +56,6 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(launches, "launch", note)
     return seen
-
-
-@pytest.fixture
-def compile_for(monkeypatch, tmp_path):
-    """Compiles a launch as Triton would on a GPU of that architecture."""
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    before = driver._active
-    yield _compiled
-    driver._active = before
-
-
-def _compiled(architecture, kernel, grid, arguments, named):
-    target = GPUTarget("cuda", architecture, 32)
-    driver.set_active(
-        SimpleNamespace(
-            get_current_device=lambda: architecture,
-            get_current_stream=lambda device: 0,
-            get_current_target=lambda: target,
-        )
-    )
-    return kernel.run(*arguments, grid=grid, warmup=True, **named)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -130,7 +100,3 @@ def test_twins_and_launches_have_the_same_methods():
         return {name for name in vars(kind) if not name.startswith("_")}
 
     assert methods(launches.Launches) == methods(Plain)
-
-
-def test_an_empty_grid_launches_nothing():
-    launches.launch(None, (0, 3), torch.zeros(0))

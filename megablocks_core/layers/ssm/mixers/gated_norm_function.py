@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
+from megablocks_core.layers.kernels import triton_serves
+
 # Elements of a block.
 _BLOCK = 1 << 17
 
@@ -39,6 +41,10 @@ def gated_norm(y: Tensor, z: Tensor, weight_I: Tensor, form: Form) -> Tensor:
 
     At least float32 inside. Saved for backward: the arguments. A second derivative raises.
     """
+    if triton_serves(y, z, weight_I):
+        from megablocks_core.layers.kernels.sequences.gated_norm import gated_rms_norm
+
+        return gated_rms_norm(y, z, weight_I, **form._asdict())
     return _GatedNorm.apply(y, z, weight_I, form)
 
 

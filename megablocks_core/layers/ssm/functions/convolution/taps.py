@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
+from megablocks_core.layers.kernels import triton_serves
 from megablocks_core.layers.ssm.functions.steps import wide
 
 BLOCK = 2**17  # numbers of a block, 512 KiB in float32
@@ -59,6 +60,10 @@ class _Convolve(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, carry, weight, bias, places)
         ctx.activation = activation
+        if triton_serves(x, weight, bias, places):
+            from megablocks_core.layers.kernels.sequences import convolution as kernels
+
+            return kernels.convolve(x, carry, weight, bias, places, activation=activation)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         taps_WC = _taps(weight, x)
         for start, stop in _blocks(x):
@@ -71,6 +76,12 @@ class _Convolve(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, carry, weight, bias, places = ctx.saved_tensors
+        if triton_serves(x, weight, bias, places, dy):
+            from megablocks_core.layers.kernels.sequences import convolution as kernels
+
+            options = {"activation": ctx.activation, "dy": dy}
+            gradients = kernels.convolve_gradients(x, carry, weight, bias, places, **options)
+            return *gradients, None, None
         taps_WC = _taps(weight, x)
         width = len(taps_WC)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megablocks_core.layers.kernels import triton_serves
 from megablocks_core.layers.ssm.functions.ssd.backward import empty_gradients, gradients_of
 from megablocks_core.layers.ssm.functions.ssd.chunks import Inputs
 from megablocks_core.layers.ssm.functions.ssd.forward import Scanned, empty_results, scan
+from megablocks_core.layers.ssm.functions.ssd.plan import EVERY
 
 
 def chunked_scan(
@@ -50,8 +52,22 @@ class _Scan(torch.autograd.Function):
 def _scan(
     inputs: list[Tensor | None], carry: Tensor | None, chunk_size: int, every_chunk: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if triton_serves(*inputs, carry):
+        return _scan_in_triton(inputs, carry, chunk_size, every_chunk)
     y, final, states = scan(_named(inputs), carry, chunk_size, every_chunk)
     return y, final, states
+
+
+def _scan_in_triton(
+    inputs: list[Tensor | None], carry: Tensor | None, chunk_size: int, every_chunk: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from megablocks_core.layers.kernels.sequences import scan as kernels
+
+    named = _named(inputs)
+    y, states = kernels.scan(*named, carry=carry, chunk_size=chunk_size)
+    every, whole = 1 if every_chunk else EVERY, named.x.shape[1] // chunk_size
+    # Copies: results of an operation share no memory, and no other states are kept for backward.
+    return y, states[-1].clone(), torch.cat((states[:whole:every], states[whole:-1]))
 
 
 def _gradients(
@@ -62,7 +78,14 @@ def _gradients(
     dstates: Tensor | None,
     chunk_size: int,
 ) -> list[Tensor]:
-    return list(gradients_of(_named(inputs), states, dy, dfinal, dstates, chunk_size))
+    named = _named(inputs)
+    if not triton_serves(*inputs, dy, dfinal, dstates):
+        return list(gradients_of(named, states, dy, dfinal, dstates, chunk_size))
+    from megablocks_core.layers.kernels.sequences import scan as kernels
+
+    given = {"carry": states[0], "dy": dy, "dfinal": dfinal, "dstates": dstates}
+    gradients = kernels.scan_gradients(*named, **given, chunk_size=chunk_size)
+    return [dy.new_empty(0) if each is None else each for each in gradients]
 
 
 def _named(inputs: list[Tensor | None]) -> Inputs:
