@@ -122,33 +122,34 @@ def _peer(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dy: Tensor) ->
 
 
 def _products(sizes: Sizes) -> Callable[[], None]:
-    """Those of one step: forward three and C B^T; backward these again, eight, and two of N."""
+    """Those of one step, each of the whole sequence in one call, into memory that is there."""
     L, H, P, N = sizes
-    q, n = _CHUNK, max(1, (1 << 17) // (H * _CHUNK * _CHUNK))
-    C, B, dB, square = (torch.randn(n, q, width) for width in (N, N, N, q))
-    x, y, state = torch.randn(n, q, H * P), torch.randn(n, q, H * P), torch.randn(n, H * P, N)
-    matrix, heads = torch.randn(n * H, q, q), torch.randn(n * H, q, P)
-    met = torch.empty_like(heads)
+    q, c = _CHUNK, L // _CHUNK
+    B, C, dB, dC = (torch.randn(c, q, N) for _ in range(4))
+    left, entered, read, dleft = (torch.randn(c, q, H * P) for _ in range(4))
+    state, dstate, added, dread = (torch.randn(c, H * P, N) for _ in range(4))
+    meets, dmeets = (torch.randn(c, q, q) for _ in range(2))
+    matrix, dmatrix, crossing = (torch.randn(c * H, q, q) for _ in range(3))
+    moved, dmoved, met, dmet = (torch.randn(c * H, q, P) for _ in range(4))
 
-    def forward() -> None:
-        torch.bmm(C, B.mT, out=square)
-        torch.bmm(matrix, heads, out=met)
-        torch.bmm(x.mT, B, out=state)
-        torch.bmm(C, state.mT, out=y)
+    def both() -> None:
+        torch.bmm(C, B.mT, out=meets)
+        torch.bmm(left.mT, B, out=added)
+        torch.bmm(C, state.mT, out=read)
 
     def step() -> None:
-        for _ in range(L // q // n):
-            forward()
-        for _ in range(L // q // n):
-            forward()
-            torch.bmm(heads, met.mT, out=matrix)
-            torch.bmm(matrix.mT, heads, out=met)
-            torch.bmm(x.mT, C, out=state)
-            torch.bmm(C, state.mT, out=y)
-            torch.bmm(x, state, out=dB)
-            torch.bmm(y, state, out=dB)
-            torch.bmm(square, C, out=dB)
-            torch.bmm(square.mT, B, out=dB)
+        both()
+        torch.bmm(matrix, moved, out=met)
+        both()
+        torch.bmm(dmet, moved.mT, out=dmatrix)
+        torch.bmm(matrix.mT, dmet, out=dmoved)
+        torch.mm(dmatrix.view(-1, q), meets[0], out=crossing.view(-1, q))
+        torch.bmm(entered.mT, C, out=dread)
+        torch.bmm(B, dstate.mT, out=dleft)
+        torch.bmm(left, dstate, out=dB)
+        torch.bmm(entered, state, out=dC)
+        dB.baddbmm_(dmeets.mT, C)
+        dC.baddbmm_(dmeets, B)
 
     return step
 
