@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,24 @@ REDUCTIONS = ("mean", "sum")  # of gradients over ranks
 
 
 def require(ok: Tensor, message: str, found: Callable[[], str] | None = None) -> None:
-    """Raise unless the single value ``ok`` is true.
+    """Raise unless the single value ``ok`` is true; where it is, nothing is read on the host.
 
-    On CPU a ``ValueError`` with ``message`` and what ``found`` tells of the values. In compiled
-    code and on other devices torch's asynchronous assertion: a ``RuntimeError`` with
+    On CPU a ``ValueError`` with ``message``, or with what ``found`` says of the values. In
+    compiled code and on other devices torch's asynchronous assertion: a ``RuntimeError`` with
     ``message``, or an error of the device at its next use.
     """
-    if torch.compiler.is_compiling() or ok.device.type != "cpu":
+    if torch.compiler.is_compiling():
         torch.ops.aten._assert_async.msg(ok, message)
-    elif not ok:
-        raise ValueError(message if found is None else f"{message}; {found()}")
+        return
+    try:
+        torch.ops.aten._assert_async.msg(ok, message)
+    except RuntimeError:
+        raise ValueError(message if found is None else found()) from None
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is a whole number, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_tensors(**tensors: object) -> None:
@@ -73,8 +81,7 @@ def check_number(name: str, value: object, rule: str, ok: Callable[[float], bool
 
 def check_whole(name: str, value: object, *, least: int, most: int | None = None) -> None:
     """Raise unless it is a whole number, and no bool, from ``least`` to ``most``."""
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not whole or value < least or (most is not None and value > most):  # type: ignore
+    if not is_whole(value) or value < least or (most is not None and value > most):
         rule = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{name}={value!r} must be a whole number {rule}")
 

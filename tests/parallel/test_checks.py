@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megablocks_core.parallel.checks import (
     check_choice,
@@ -16,6 +17,7 @@ from megablocks_core.parallel.checks import (
     check_parameters,
     check_whole,
     check_words,
+    is_whole,
     require,
 )
 
@@ -24,8 +26,17 @@ def test_a_condition_that_fails_tells_what_was_found():
     require(torch.tensor(True), "all is well")
     with pytest.raises(ValueError, match="^ids must be small$"):
         require(torch.tensor(False), "ids must be small")
-    with pytest.raises(ValueError, match="ids must be small; found 7"):
+    with pytest.raises(ValueError, match="^found 7$"):
         require(torch.tensor(False), "ids must be small", lambda: "found 7")
+
+
+def test_fake_values_are_not_read():
+    with FakeTensorMode():
+        require(torch.ones(3).sum() == 4, "text")
+
+
+def test_whole_numbers_are_no_bools():
+    assert [is_whole(value) for value in (3, True, 3.0, None)] == [True, False, False, False]
 
 
 def test_compiled_code_asserts():

@@ -107,10 +107,11 @@ def vocab_parallel_cross_entropy(
     index_T = targets - start
     hint = "; logits that are cut over ranks need their group=" * (group.size == 1)
     sums = _sums(x_Tc, top_T, index_T, outside_T, smoothed=label_smoothing > 0, group=group)
+    rule = "targets must lie in the vocabulary or equal ignore_index"
     require(
         sums.outside == 0,
-        "targets must lie in the vocabulary or equal ignore_index",
-        lambda: f"found {targets[outside_T][:5].tolist()} with {int(whole)} entries{hint}",
+        rule,
+        lambda: f"{rule}; found {targets[outside_T][:5].tolist()} with {int(whole)} entries{hint}",
     )
     even = torch.full_like(sums.outside, label_smoothing) / whole
     options = _Options(label_smoothing, z_loss, x_Tc.shape[-1])

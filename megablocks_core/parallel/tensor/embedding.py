@@ -180,10 +180,11 @@ def vocab_forward(module: nn.Embedding, group: Group, first: int, ids_T: Tensor)
 
 
 def _require_ids(ids_T: Tensor, num_embeddings: int) -> None:
+    rule = f"ids must lie between 0 and num_embeddings={num_embeddings}"
     require(
         ~((ids_T < 0) | (ids_T >= num_embeddings)).any(),
-        f"ids must lie between 0 and num_embeddings={num_embeddings}",
-        lambda: f"found {int(ids_T.min())} to {int(ids_T.max())}",
+        rule,
+        lambda: f"{rule}; found {int(ids_T.min())} to {int(ids_T.max())}",
     )
 
 

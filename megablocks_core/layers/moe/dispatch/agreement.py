@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megablocks_core.groups import Group
-from megablocks_core.layers.moe.requiring import require
+from megablocks_core.parallel.checks import require
 
 REFUSED = "refused"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

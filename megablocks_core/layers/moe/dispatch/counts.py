@@ -10,7 +10,7 @@ from torch import Tensor
 from megablocks_core.groups import Group
 from megablocks_core.groups.messages import all_gather, start_all_to_all, wait
 from megablocks_core.layers.moe.dispatch.host_read import HostRead
-from megablocks_core.layers.moe.requiring import require
+from megablocks_core.parallel.checks import require
 
 
 class Counts:

@@ -6,9 +6,8 @@ Dimensions: T tokens, E experts, B sequences.
 import torch
 from torch import Tensor
 
-from megablocks_core.layers.moe.requiring import is_whole, require
 from megablocks_core.layers.moe.routing import Routing
-from megablocks_core.parallel.checks import check_tensors
+from megablocks_core.parallel.checks import check_tensors, is_whole, require
 
 
 def per_sequence(

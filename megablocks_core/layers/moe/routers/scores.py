@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from megablocks_core.layers.moe.requiring import is_whole, require
-from megablocks_core.parallel.checks import check_whole
+from megablocks_core.parallel.checks import check_whole, is_whole, require
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
