@@ -221,7 +221,7 @@ def _places(index: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 def _inside(cu_seqlens: Tensor, start: int, stop: int) -> Tensor:
     """The sums of the lengths that documents have between two places [E+1]."""
-    return cu_seqlens.clamp(start, stop) - cu_seqlens[:1].clamp(start, stop)
+    return cu_seqlens.clamp(start, stop) - start
 
 
 def _joined(cu_seqlens: Tensor | None, pieces: list[tuple[int, int]]) -> Tensor | None:
