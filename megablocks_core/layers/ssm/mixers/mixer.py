@@ -91,7 +91,7 @@ class Mixer(Float32Parameters, ABC):
 
         Raises:
             ValueError: ``cut`` is missing, over other ranks than ``cp``, or without the documents;
-                the documents do not fit the row.
+                the documents do not fit the row; pads are given without lengths.
         """
         y_TH, _ = self._run(
             x_TH, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded, cut=cut, keep=False
@@ -174,6 +174,10 @@ class Mixer(Float32Parameters, ABC):
     ) -> tuple[Tensor, MixerState]:
         """A whole sequence, or the pieces that this rank holds; states only if ``keep``."""
         self._check(cut, cu_seqlens)
+        if cu_seqlens is None and cu_seqlens_padded is not None:
+            raise ValueError(
+                "cu_seqlens_padded must come with cu_seqlens, the lengths without pads"
+            )
         documents, real_T1 = cu_seqlens, None
         if cu_seqlens is not None and cu_seqlens_padded is not None:
             documents = cu_seqlens_padded

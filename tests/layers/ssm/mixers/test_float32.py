@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from megablocks_core.groups import Mesh
 from megablocks_core.layers.ssm.mixers.float32 import Float32Parameters, wide_dtype
-from megablocks_core.parallel import DataParallel, PrecisionPolicy, fully_shard
+from megablocks_core.parallel import DataParallel, PrecisionPolicy, ShardedOptimizer, fully_shard
 from megablocks_core.testing import ranks
 from tests.layers.ssm.mixers.kinds import HIDDEN, KINDS, build, loss, tokens
 
@@ -120,6 +120,23 @@ def test_data_parallel_reduces_mixed_dtypes(kind):
     for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
         assert ours.dtype == theirs.dtype
         assert_close(ours.grad, theirs.grad, check_dtype=False, rtol=0.02, atol=1e-3)
+
+
+@each_kind
+@ranks(2)
+def test_a_sharded_optimizer_steps_mixed_dtypes_as_one_process_does(kind):
+    torch.manual_seed(0)
+    twin = build(kind).to(BF16)
+    torch.manual_seed(0)
+    net = build(kind).to(BF16)
+    ours = ShardedOptimizer(net, torch.optim.SGD, group=Mesh().group("dp"), lr=0.1)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for mixer, optimizer in ((net, ours), (twin, theirs)):
+        loss(mixer(tokens(6, HIDDEN, dtype=BF16)).float()).backward()
+        optimizer.step()
+    for mine, other in zip(net.parameters(), twin.parameters(), strict=True):
+        assert mine.dtype == other.dtype
+        assert_close(mine, other, rtol=0.02, atol=1e-3)
 
 
 def test_only_named_parameters_are_kept():

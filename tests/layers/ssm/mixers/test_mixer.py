@@ -243,6 +243,11 @@ def test_pieces_need_a_cut_over_their_ranks():
             call(x_TH)
 
 
+def test_places_of_documents_without_their_lengths_raise():
+    with pytest.raises(ValueError, match="cu_seqlens_padded must come with cu_seqlens"):
+        build("Mamba2")(torch.zeros(4, HIDDEN), cu_seqlens_padded=torch.tensor([0, 4]))
+
+
 def test_a_mixer_takes_any_number_of_leading_dimensions():
     mixer = build("Mamba2")
     x = tokens(2, 3, 5, HIDDEN, dtype=torch.float32)
