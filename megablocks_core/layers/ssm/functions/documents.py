@@ -7,35 +7,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from megablocks_core.parallel.sequence import check_cu_seqlens
 
 
 def check_documents(cu_seqlens: Tensor | None, *, rows: int, length: int) -> None:
     """Refuse sums of lengths that do not describe one row of ``length`` tokens.
 
-    Values are looked at where that costs no wait: on the CPU, outside of compilers.
-
     Raises:
-        ValueError: There is more than one row, ``cu_seqlens`` is no vector of integers that
-            starts at 0, never falls, and ends at ``length`` or before.
+        ValueError: There is more than one row, or see ``check_cu_seqlens``.
     """
-    if cu_seqlens is None:
-        return
-    if rows != 1:
+    check_cu_seqlens(cu_seqlens, length)
+    if cu_seqlens is not None and rows != 1:
         raise ValueError(f"cu_seqlens must come with one row of tokens, not {rows}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype.is_floating_point:
-        raise ValueError(
-            f"cu_seqlens of shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype} must be a "
-            "vector of at least two integers"
-        )
-    hidden = torch.compiler.is_compiling() or isinstance(cu_seqlens, FakeTensor)
-    if hidden or cu_seqlens.device.type != "cpu":
-        return
-    if cu_seqlens[0] != 0 or cu_seqlens[-1] > length or (cu_seqlens.diff() < 0).any():
-        raise ValueError(
-            f"cu_seqlens={cu_seqlens.tolist()} must start at 0, never fall, and end within the "
-            f"row of {length} tokens"
-        )
 
 
 def document_of_token(cu_seqlens: Tensor, length: int) -> Tensor:
