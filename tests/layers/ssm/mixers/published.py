@@ -51,7 +51,7 @@ def mamba2():
         bias=True,
         time_step_limit=(0.01, 0.08),
     )
-    return Mamba2Mixer(config, layer_idx=0), ours
+    return config, Mamba2Mixer(config, layer_idx=0), ours
 
 
 def nemotron_h():
@@ -77,7 +77,7 @@ def nemotron_h():
         norm_eps=1e-4,
         time_step_limit=(config.time_step_min, math.inf),
     )
-    return NemotronHMamba2Mixer(config, layer_idx=0), ours
+    return config, NemotronHMamba2Mixer(config, layer_idx=0), ours
 
 
 def bamba():
@@ -106,7 +106,7 @@ def bamba():
         norm_groups=24 // published.norm.group_size,
         norm_eps=config.rms_norm_eps,
     )
-    return published, ours
+    return config, published, ours
 
 
 def zamba2():
@@ -132,7 +132,7 @@ def zamba2():
         state_size=5,
         time_step_limit=(config.time_step_min, math.inf),
     )
-    return Zamba2MambaMixer(config, layer_idx=0), ours
+    return config, Zamba2MambaMixer(config, layer_idx=0), ours
 
 
 def mamba():
@@ -142,7 +142,11 @@ def mamba():
     config = MambaConfig(
         hidden_size=HIDDEN, state_size=5, num_hidden_layers=1, time_step_rank=3, use_bias=True
     )
-    return MambaMixer(config, layer_idx=0), Mamba1(HIDDEN, state_size=5, dt_rank=3, bias=True)
+    return (
+        config,
+        MambaMixer(config, layer_idx=0),
+        Mamba1(HIDDEN, state_size=5, dt_rank=3, bias=True),
+    )
 
 
 def falcon_mamba():
@@ -160,7 +164,7 @@ def falcon_mamba():
         norm_eps=config.mixer_rms_eps,
     )
     # Its own drawing of values reads norms that are made after it.
-    return FalconMambaMixer(config, layer_idx=0, initialize_mixer_weights=False), ours
+    return config, FalconMambaMixer(config, layer_idx=0, initialize_mixer_weights=False), ours
 
 
 def jamba():
@@ -171,7 +175,7 @@ def jamba():
         hidden_size=HIDDEN, mamba_d_state=5, mamba_dt_rank=3, num_hidden_layers=1, num_experts=2
     )
     ours = Mamba1(HIDDEN, state_size=5, dt_rank=3, projection_norms="weights")
-    return JambaMambaMixer(config, layer_idx=0), ours
+    return config, JambaMambaMixer(config, layer_idx=0), ours
 
 
 def qwen3_next():
@@ -188,7 +192,7 @@ def qwen3_next():
         layer_types=["linear_attention"],
     )
     ours = GatedDeltaNet(HIDDEN, num_key_heads=2, num_value_heads=4, key_dim=5, value_dim=3)
-    return Qwen3NextGatedDeltaNet(config, layer_idx=0), ours
+    return config, Qwen3NextGatedDeltaNet(config, layer_idx=0), ours
 
 
 PUBLISHED = {
@@ -198,13 +202,15 @@ PUBLISHED = {
 
 
 def same_weights(pair):
-    """The published mixer and ours in float64, with random values under the same names."""
+    """The configuration, the published mixer and ours in float64, with the same random values."""
     torch.manual_seed(0)
-    theirs, ours = (module.double() for module in PUBLISHED[pair]())
+    config, theirs, ours = PUBLISHED[pair]()
+    for mixer in (theirs, ours):
+        mixer.double()
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.add_(torch.randn_like(parameter) / 5)
     missing = theirs.load_state_dict(ours.state_dict(), strict=False)
     unknown = [name for name in missing.missing_keys if "layernorm" not in name]
     assert not unknown and not missing.unexpected_keys
-    return theirs, ours
+    return config, theirs, ours
