@@ -18,6 +18,7 @@ PACKAGES = [
     "layers",
     "layers.kernels",
     "layers.moe",
+    "layers.ssm",
     "parallel",
     "testing",
     "train",
