@@ -70,7 +70,8 @@ def to_chunks(x: Tensor, chunk_size: int, documents: Documents | None) -> Tensor
     """From tokens [B L ...] to chunks [B n Q ...], with zeros where there is no token."""
     if documents is None:
         missing = -x.shape[1] % chunk_size if x.shape[1] else chunk_size
-        padded = pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
+        # What is not padded is not copied either.
+        padded = pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) if missing else x
         return padded.unflatten(1, (padded.shape[1] // chunk_size, chunk_size))
     if not x.shape[1]:
         return x.new_zeros(x.shape[0], len(documents.first), chunk_size, *x.shape[2:])

@@ -10,13 +10,13 @@ Dimensions: B rows, Q tokens of a chunk, n chunks, E documents, b blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megablocks_core.layers.ssm.functions.chunked.borders import Borders, BordersBack
 from megablocks_core.layers.ssm.functions.chunked.recurrence import Recurrence
 
 # Tokens that are computed at once.
@@ -36,28 +36,14 @@ def register(name: str, recurrence: Recurrence) -> None:
     _RECURRENCES[name] = recurrence
 
 
-class Borders(NamedTuple):
-    """What becomes of the state between chunks.
-
-    Attributes:
-        first: Whether a chunk starts a document [n].
-        document: Its document [n].
-        initial: The states before documents [E+1 state]; ``None``: zeros.
-        last: The last chunk of each document whose state is wanted [E].
-    """
-
-    first: Tensor | None = None
-    document: Tensor | None = None
-    initial: Tensor | None = None
-    last: Tensor | None = None
-
-
 def scan(
     name: str,
     inputs: Sequence[Tensor],
     constants: Sequence[Tensor],
     carry: Tensor,
     borders: Borders,
+    *,
+    outputs: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs [B n Q ...], the state behind the last chunk, and those of documents.
 
@@ -67,56 +53,44 @@ def scan(
         constants: Tensors without tokens.
         carry: The state before the first chunk [B state].
         borders: Of documents.
+        outputs: Else outputs are [0].
 
     Returns:
         Outputs; the last state [B state]; the states behind the chunks ``borders.last``
         [E state], or [0].
     """
-    y, last, finals, _ = _scan_op(name, list(inputs), list(constants), carry, *borders)
+    y, last, finals, _ = _scan_op(name, list(inputs), list(constants), carry, outputs, *borders)
     return y, last, finals
 
 
-def _block(
-    recurrence: Recurrence,
-    start: int,
-    inputs: Sequence[Tensor],
-    constants: Sequence[Tensor],
-    state: Tensor,
-    finals: Tensor,
-    borders: Borders,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs of some chunks, of which ``start`` is the first, and the states behind them."""
-    inputs, constants = ([x.to(state.dtype) for x in each] for each in (inputs, constants))
-    transitions, additions, *further = recurrence.prepare(inputs, constants)
-    before, behind = [], []
-    for chunk in range(transitions.shape[1]):
-        state = enter(borders, start + chunk, state)
-        before.append(state)
-        state = recurrence.compose(transitions[:, chunk], state) + additions[:, chunk]
-        behind.append(state)
-    y = recurrence.outputs(torch.stack(before, dim=1), further, inputs, constants)
-    if borders.last is not None:
-        ends = torch.stack(behind, dim=1)[0]
-        place = borders.last - start
-        here = ((place >= 0) & (place < len(ends))).view(-1, *(1,) * (ends.dim() - 1))
-        finals = torch.where(here, ends[place.clamp(0, len(ends) - 1)], finals)
-    return y, state, finals
+def state_map(
+    name: str, inputs: Sequence[Tensor], constants: Sequence[Tensor], like: Tensor, borders: Borders
+) -> tuple[Tensor, Tensor]:
+    """``s`` behind all chunks is ``compose(transition, s) + state`` with these two.
+
+    The transition is zero if a document starts among the chunks.
+
+    Args:
+        name: Of the recurrence.
+        inputs: [B n Q ...] each.
+        constants: Tensors without tokens.
+        like: A state [B state].
+        borders: Of documents; ``last`` is not used.
+    """
+    recurrence = _RECURRENCES[name]
+    borders = borders._replace(last=None)
+    transition, state = recurrence.state_map(scan, inputs, constants, like, borders)
+    return transition.contiguous(), state
 
 
-def enter(borders: Borders, chunk: int, state: Tensor) -> Tensor:
-    """The state before ``chunk``: the initial one where a document starts [B state]."""
-    if borders.first is None:
-        return state
-    initial = torch.zeros_like(state)
-    if borders.initial is not None and borders.document is not None:
-        initial = borders.initial.index_select(0, borders.document[chunk : chunk + 1])
-    return torch.where(borders.first[chunk], initial, state)
-
-
-def _starts(inputs: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+def _blocks(inputs: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """The chunks of each block."""
     count, size = inputs[0].shape[1:3]
     return pairwise([*range(0, count, max(1, _BLOCK // size)), count])
+
+
+def _wide(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [x.to(dtype) for x in tensors]
 
 
 @torch.library.custom_op("megablocks_core::chunk_scan", mutates_args=())
@@ -125,22 +99,25 @@ def _scan_op(
     inputs: Sequence[Tensor],
     constants: Sequence[Tensor],
     carry: Tensor,
+    outputs: bool,
     first: Tensor | None,
     document: Tensor | None,
     initial: Tensor | None,
     last: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    borders = Borders(first, document, initial, last)
-    state, finals = carry, _no_finals(carry, last)
-    outputs, kept = [], []
-    for start, stop in _starts(inputs):
+    recurrence, borders = _RECURRENCES[name], Borders(first, document, initial, last)
+    few = _wide(constants, carry.dtype)
+    state, finals, kept = carry, borders.no_finals(carry), []
+    y = _no_outputs(recurrence, inputs, outputs)
+    for start, stop in _blocks(inputs):
         kept.append(state)
-        part = [x[:, start:stop] for x in inputs]
-        y, state, finals = _block(
-            _RECURRENCES[name], start, part, constants, state, finals, borders
-        )
-        outputs.append(y.to(inputs[0].dtype))
-    return torch.cat(outputs, dim=1), state.clone(), finals.clone(), torch.stack(kept)
+        part = _wide([x[:, start:stop] for x in inputs], carry.dtype)
+        here = borders.within(start, stop)
+        of_block, behind = recurrence.forward(part, few, state, here, outputs)
+        if of_block is not None:
+            y[:, start:stop] = of_block
+        state, finals = behind[-1], here.collect(finals, list(behind))
+    return y, state.clone(), finals.clone(), torch.stack(kept)
 
 
 @torch.library.custom_op("megablocks_core::chunk_scan_backward", mutates_args=())
@@ -152,72 +129,51 @@ def _backward_op(
     inputs: Sequence[Tensor],
     constants: Sequence[Tensor],
     kept: Tensor,
+    outputs: bool,
     first: Tensor | None,
     document: Tensor | None,
     initial: Tensor | None,
     last: Tensor | None,
 ) -> list[Tensor]:
     """Gradients of inputs, constants, carry and, if it is there, ``initial``."""
-    recurrence, many, few = _RECURRENCES[name], len(inputs), len(constants)
-    given = [] if initial is None else [initial]
-    parts: list[Sequence[Tensor]] = []
-    shared = [torch.zeros_like(x) for x in (*constants, *given)]
-    for index, (start, stop) in reversed(list(enumerate(_starts(inputs)))):
-        pull = torch.func.vjp(
-            partial(
-                _flat_block, recurrence, start, (many, few), Borders(first, document, None, last)
-            ),
-            *(x[:, start:stop] for x in inputs),
-            *constants,
-            kept[index],
-            _no_finals(kept[index], last),
-            *given,
-        )[1]
-        found = pull((dy[:, start:stop], dstate, dfinals))
-        parts.append(found[:many])
-        dstate, dfinals = found[many + few : many + few + 2]
-        own = (*found[many : many + few], *found[many + few + 2 :])
-        shared = [total + part for total, part in zip(shared, own, strict=True)]
-    gathered = [torch.cat(each[::-1], dim=1) for each in zip(*parts, strict=True)]
-    return [*gathered, *shared[:few], dstate.clone(), *shared[few:]]
+    recurrence, borders = _RECURRENCES[name], Borders(first, document, initial, last)
+    few = _wide(constants, kept.dtype)
+    dinputs = [torch.empty_like(x) for x in inputs]
+    dfew = [torch.zeros_like(x) for x in few]
+    dinitial = None if initial is None else torch.zeros_like(initial)
+    for state, (start, stop) in reversed(list(zip(kept, _blocks(inputs), strict=True))):
+        part = _wide([x[:, start:stop] for x in inputs], kept.dtype)
+        way = BordersBack(borders.within(start, stop), dfinals, dinitial, stop - start)
+        given = dy[:, start:stop].to(kept.dtype) if outputs else None
+        found, of_constants, dstate = recurrence.backward(part, few, state, way, given, dstate)
+        for whole, grad in zip(dinputs, found, strict=True):
+            whole[:, start:stop] = grad
+        for total, grad in zip(dfew, of_constants, strict=True):
+            total += grad
+    dconstants = [grad.to(x.dtype) for grad, x in zip(dfew, constants, strict=True)]
+    return [*dinputs, *dconstants, dstate.clone(), *([] if dinitial is None else [dinitial])]
 
 
-def _flat_block(
-    recurrence: Recurrence,
-    start: int,
-    counts: tuple[int, int],
-    borders: Borders,
-    *tensors: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``_block`` as a function of tensors alone: inputs, constants, state, finals, ``initial``."""
-    many, few = counts
-    inputs, constants = tensors[:many], tensors[many : many + few]
-    state, finals, *initial = tensors[many + few :]
-    borders = borders._replace(initial=initial[0] if initial else None)
-    y, state, finals = _block(recurrence, start, inputs, constants, state, finals, borders)
-    return y.to(inputs[0].dtype), state, finals
-
-
-def _no_finals(state: Tensor, last: Tensor | None) -> Tensor:
-    return state.new_zeros(0) if last is None else state.new_zeros(len(last), *state.shape[1:])
+def _no_outputs(recurrence: Recurrence, inputs: Sequence[Tensor], outputs: bool) -> Tensor:
+    """Room for outputs."""
+    like = inputs[recurrence.like]
+    return like.new_empty(like.shape if outputs else 0, dtype=inputs[0].dtype)
 
 
 @_scan_op.register_fake
 def _(
-    name: str, inputs: Sequence[Tensor], constants: Sequence[Tensor], carry: Tensor, *borders: Any
+    name: str,
+    inputs: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    carry: Tensor,
+    outputs: bool,
+    *borders: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    size = max(1, _BLOCK // inputs[0].shape[2])
-    blocks = -(inputs[0].shape[1] // -size)
-    few = [x[:, :1].to(carry.dtype) for x in inputs]
-    wide = [x.to(carry.dtype) for x in constants]
-    recurrence = _RECURRENCES[name]
-    like = recurrence.outputs(carry[:, None], recurrence.prepare(few, wide)[2:], few, wide)
-    shape = (like.shape[0], inputs[0].shape[1], *like.shape[2:])
-    y = carry.new_empty(shape, dtype=inputs[0].dtype)
+    blocks = -(inputs[0].shape[1] // -max(1, _BLOCK // inputs[0].shape[2]))
     return (
-        y,
-        torch.empty_like(carry),
-        _no_finals(carry, borders[3]),
+        _no_outputs(_RECURRENCES[name], inputs, outputs),
+        carry.new_empty(carry.shape),
+        Borders(*borders).no_finals(carry),
         carry.new_empty((blocks, *carry.shape)),
     )
 
@@ -230,15 +186,17 @@ def _(
     dfinals: Tensor,
     inputs: Any,
     constants: Any,
-    *others: Any,
+    kept: Tensor,
+    outputs: bool,
+    *borders: Any,
 ) -> list[Tensor]:
-    initial = others[3]
+    initial = borders[2]
     like = [*inputs, *constants, dstate]
     return [torch.empty_like(x) for x in (like if initial is None else [*like, initial])]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.name, tensors, constants, carry, *borders = inputs
+    ctx.name, tensors, constants, _, ctx.outputs, *borders = inputs
     ctx.counts = len(tensors), len(constants)
     ctx.borders = [border is not None for border in borders]
     ctx.shapes = [(x.shape, x.dtype) for x in output[:3]]
@@ -255,18 +213,12 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         kept.new_zeros(shape, dtype=dtype) if grad is None else grad.contiguous()
         for grad, (shape, dtype) in zip(grads, ctx.shapes, strict=False)
     )
-    found = _backward_op(ctx.name, *grads, list(tensors), list(constants), kept, *borders)
-    dinitial = found[many + few + 1] if borders[2] is not None else None
-    return (
-        None,
-        found[:many],
-        found[many : many + few],
-        found[many + few],
-        None,
-        None,
-        dinitial,
-        None,
+    found = _backward_op(
+        ctx.name, *grads, list(tensors), list(constants), kept, ctx.outputs, *borders
     )
+    dinitial = found[many + few + 1] if borders[2] is not None else None
+    dinputs, dconstants, dcarry = found[:many], found[many : many + few], found[many + few]
+    return None, dinputs, dconstants, dcarry, None, None, None, dinitial, None
 
 
 _scan_op.register_autograd(_backward, setup_context=_save)

@@ -11,16 +11,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megablocks_core.layers.ssm.functions.chunked.borders import Borders
 from megablocks_core.layers.ssm.functions.chunked.layout import (
     Documents,
     lay_out,
     to_chunks,
     to_tokens,
 )
-from megablocks_core.layers.ssm.functions.chunked.maps import state_map
-from megablocks_core.layers.ssm.functions.chunked.scan import Borders, recurrence_of, scan
+from megablocks_core.layers.ssm.functions.chunked.scan import recurrence_of, scan, state_map
 from megablocks_core.layers.ssm.functions.documents import check_documents
 from megablocks_core.layers.ssm.functions.passing import check_cut, over_cut
+from megablocks_core.parallel.checks import check_flags, check_whole
 from megablocks_core.parallel.sequence import SequenceCut
 
 
@@ -58,9 +59,10 @@ def over_sequence(
             ``check_documents`` and ``over_cut``.
     """
     rows, count = inputs[0].shape[:2]
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1")
-    sums = cut.cu_seqlens if cut is not None and check_cut(cut, cu_seqlens) else cu_seqlens
+    check_whole("chunk_size", chunk_size, least=1)
+    check_flags(return_final_state=return_final_state)
+    cuts = check_cut(cut, cu_seqlens, tokens=count // steps)
+    sums = cut.cu_seqlens if cuts and cut is not None else cu_seqlens
     _check_state(initial_state, rows if sums is None else len(sums) - 1, state_shape)
     piece = _Piece(name, constants, state_shape, dtype, chunk_size, steps)
     if cut is not None and cut.group.size > 1:

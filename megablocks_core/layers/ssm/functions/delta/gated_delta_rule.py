@@ -4,12 +4,16 @@ Dimensions: B rows, L tokens, H heads, K and V features of keys and values, E do
 of a token.
 """
 
+import math
+
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megablocks_core.layers.ssm.functions.arguments import check_arguments
 from megablocks_core.layers.ssm.functions.chunked.sequence import over_sequence
 from megablocks_core.layers.ssm.functions.delta.chunks import NAME
 from megablocks_core.layers.ssm.functions.steps import wide
+from megablocks_core.parallel.checks import check_number, check_whole
 from megablocks_core.parallel.sequence import SequenceCut
 
 
@@ -59,7 +63,11 @@ def gated_delta_rule(
     Raises:
         ValueError: Shapes do not agree, a number is not positive, or see ``check_documents``.
     """
+    optional = {"initial_state": initial_state}
+    check_arguments(optional, cu_seqlens=cu_seqlens, q=q, k=k, v=v, g=g, beta=beta)
     _check(q, k, v, g, beta, householders)
+    if scale is not None:
+        check_number("scale", scale, "finite", math.isfinite)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if householders > 1:
         q, g = _at_step(q, -1, householders), _at_step(g, 0, householders)
@@ -86,8 +94,7 @@ def _at_step(x: Tensor, step: int, steps: int) -> Tensor:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, householders: int) -> None:
-    if householders < 1:
-        raise ValueError(f"householders={householders} must be at least 1")
+    check_whole("householders", householders, least=1)
     if q.dim() != 4 or v.dim() != 4:
         raise ValueError(
             f"q of shape {tuple(q.shape)} and v of shape {tuple(v.shape)} must have four dimensions"

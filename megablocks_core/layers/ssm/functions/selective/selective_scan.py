@@ -5,6 +5,7 @@ Dimensions: B rows, L tokens, D channels, N features of a state, E documents.
 
 from torch import Tensor
 
+from megablocks_core.layers.ssm.functions.arguments import check_arguments
 from megablocks_core.layers.ssm.functions.chunked.sequence import over_sequence
 from megablocks_core.layers.ssm.functions.selective.chunks import NAME
 from megablocks_core.layers.ssm.functions.steps import wide
@@ -51,6 +52,8 @@ def selective_scan(
         ValueError: Shapes do not agree, ``chunk_size`` is not positive, or see
             ``check_documents``.
     """
+    optional = {"D": D, "initial_state": initial_state}
+    check_arguments(optional, cu_seqlens=cu_seqlens, x=x, dt=dt, A=A, B=B, C=C)
     _check(x, dt, A, B, C, D)
     y, state = over_sequence(
         NAME,
@@ -68,11 +71,9 @@ def selective_scan(
 
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> None:
-    if x.dim() != 3 or A.dim() != 2:
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} must be [rows, tokens, channels] and A of shape "
-            f"{tuple(A.shape)} [channels, state]"
-        )
+    for name, part, dims in (("x", x, 3), ("A", A, 2)):
+        if part.dim() != dims:
+            raise ValueError(f"{name} of shape {tuple(part.shape)} must have {dims} dimensions")
     rows, length, channels = x.shape
     states = A.shape[1]
     wanted = {
