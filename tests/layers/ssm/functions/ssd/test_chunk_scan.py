@@ -183,10 +183,13 @@ def test_strong_decays_alone_have_a_gradient_with_digits():
 
 def test_autocast_rounds_nothing():
     leaves, _ = _long(70, 1.0, torch.float32)
-    right, _ = ssd_chunk_scan(*leaves, cu_seqlens=torch.tensor([0, 33, 70]))
+    scan = partial(ssd_chunk_scan, *leaves, initial_state=torch.randn(2, 2, 8, 8))
+    sums = torch.tensor([0, 33, 70])
+    right = scan(cu_seqlens=sums)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, _ = ssd_chunk_scan(*leaves, cu_seqlens=torch.tensor([0, 33, 70]))
-    assert torch.equal(y, right)
+        found = scan(cu_seqlens=sums)
+    for ours, theirs in zip(found, right, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_nothing_is_changed_and_no_layout_is_asked_for():
