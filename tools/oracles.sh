@@ -50,6 +50,7 @@ build() {
         MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE \
             CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE \
             install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1 causal-conv1d==1.7.0
+        install --no-deps fla-core==0.6.0  # flash-linear-attention's functions
         ;;
     modelopt)
         install nvidia-ml-py==13.615.71 omegaconf==2.4.0 pulp==3.3.2 pydantic regex rich \
