@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import kernels
+from benchmarks.gpu import kernels, sequences
 from benchmarks.gpu.checks import Check
 
-CHECKS: list[Check] = [*kernels.CHECKS]
+CHECKS: list[Check] = [*kernels.CHECKS, *sequences.CHECKS]
 SECONDS = 220  # A check that has not started by then is skipped.
 
 

@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 
-from benchmarks.gpu import check, kernels
+from benchmarks.gpu import check, kernels, sequences
 from benchmarks.gpu.checks import Check, error_of
+from megablocks_core.layers.kernels import triton_serves
 from megablocks_core.layers.kernels.plain import Plain
+from megablocks_core.layers.ssm import causal_conv1d
+from megablocks_core.layers.ssm.functions.convolution import taps
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without CUDA")
@@ -60,6 +63,29 @@ def test_a_wrong_kernel_is_found(monkeypatch, method):
     work = kernels.moved if method in ("take", "total") else kernels.multiplied
     with pytest.raises(AssertionError, match="is above"):
         kernels.against_twins(work, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", sequences.PARTS)
+def test_checks_of_sequences_hold_for_plain_torch(monkeypatch, name):
+    monkeypatch.setattr(sequences, "SHAPES", [sequences.Shape(1, 20, 2, 1, 4, 3, (0, 5, 5, 13))])
+    figures = sequences.against_float64(sequences.PARTS[name], torch.device("cpu"))
+    assert len(figures) == len(sequences.LIMITS) and max(figures.values()) > 0
+
+
+def test_a_wrong_kernel_of_sequences_is_found(monkeypatch):
+    def wrong(x, *others, **options):
+        y, final = causal_conv1d(x, *others, **options)
+        return (y if x.dtype == torch.float64 else y * 1.02), final
+
+    monkeypatch.setattr(sequences, "causal_conv1d", wrong)
+    with pytest.raises(AssertionError, match="is above"):
+        sequences.against_float64(sequences.PARTS["the convolution"], torch.device("cpu"))
+
+
+def test_plain_turns_the_kernels_off():
+    with sequences.plain():
+        assert taps.triton_serves() is False
+    assert taps.triton_serves is triton_serves
 
 
 def test_errors_are_relative_norms():
