@@ -60,6 +60,7 @@ def mamba(
         0,
         pattern=MAMBA * num_layers,
         mamba=Mamba2Spec(2 * hidden_size // head_dim, head_dim, state_size),
+        rope=False,
         norm_eps=1e-5,
         family="mamba2",
     )

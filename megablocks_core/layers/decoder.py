@@ -194,6 +194,8 @@ class Decoder(nn.Module):
             elif parameter.dim() >= 2:
                 key = key_of(seed, prefix + name)
                 normal_(parameter, key=key, std=self.spec.initializer_range, specs=specs)
+        for bias in _biases_on_choices(self):
+            bias.zero_()
         for name, part in self.named_modules():
             reset = getattr(part, "reset_parameters", None)
             if reset is not None and name not in own and _is_norm(part):
@@ -362,6 +364,10 @@ def _scaled(x_tH: Tensor, scale: float) -> Tensor:
 
 def _draws_itself(part: Any) -> bool:
     return isinstance(part, LoraFactor) or draws_itself(part)
+
+
+def _biases_on_choices(decoder: nn.Module) -> list[Tensor]:
+    return [buffer for name, buffer in decoder.named_buffers() if name.endswith("bias")]
 
 
 def _is_norm(part: nn.Module) -> bool:

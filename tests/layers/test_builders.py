@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megablocks_core.layers import Decoder, Mamba2Spec, gpt, hybrid, mamba
+from megablocks_core.layers import Decoder, DecoderSpec, Mamba2Spec, gpt, hybrid, mamba
 
 TOKENS = torch.arange(6)[None]
 
@@ -35,6 +35,15 @@ def test_sizes_follow_from_few_numbers():
     assert (spec.ffn_size, spec.num_kv_heads, spec.head_dim) == (256, 4, 24)
     spec = mamba(50, hidden_size=128, num_layers=3)
     assert (spec.pattern, spec.mamba.num_heads, spec.mamba.head_dim) == ("MMM", 4, 64)
+
+
+def test_configs_say_what_they_build():
+    for spec in (
+        gpt(50, hidden_size=32, num_layers=2, num_heads=4),
+        mamba(50, hidden_size=32, num_layers=2, state_size=8, head_dim=16),
+        hybrid(50, "M-", hidden_size=32, ffn_size=48, mamba=Mamba2Spec(4, 8, 8)),
+    ):
+        assert DecoderSpec.from_hf(spec.to_hf()) == spec
 
 
 def test_shares_need_a_number_of_blocks():

@@ -15,7 +15,7 @@ from megablocks_core import ckpt
 from megablocks_core.export import load_hf, save_hf, verify
 from megablocks_core.groups import Mesh, gather_whole, marks, own_slices
 from megablocks_core.groups.stacks import separate_names
-from megablocks_core.layers import Decoder, DecoderSpec
+from megablocks_core.layers import Decoder, DecoderSpec, MoESpec, hybrid
 from megablocks_core.parallel import reduce_gradients
 from megablocks_core.testing import ranks
 
@@ -250,6 +250,17 @@ def test_experts_that_are_missing_or_misshapen_are_named(tmp_path):
     (folder / "config.json").write_text(json.dumps({**config, "num_local_experts": 5}))
     with pytest.raises(ValueError, match=r"missing \['model.layers.0.block_sparse_moe.experts.4"):
         verify(folder)
+
+
+def test_biases_on_choices_begin_at_zero():
+    moe = MoESpec(4, 2, 8, score="sigmoid", selection_bias=True)
+    sizes = {"hidden_size": 16, "num_heads": 2, "moe": moe}
+    decoder = Decoder(hybrid(50, "*E", **sizes))
+    bias = decoder.get_buffer("model.layers.1.mixer.gate.e_score_correction_bias")
+    torch.testing.assert_close(bias, torch.zeros(4))
+    bias.fill_(1)
+    decoder.reset_parameters()
+    assert not bias.any()
 
 
 def test_one_expert_is_a_stack_of_one(tmp_path):

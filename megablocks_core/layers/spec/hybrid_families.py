@@ -238,12 +238,12 @@ def _check_expand(entries: Entries, expand: str, heads: str, width: str) -> None
         )
 
 
-_COMMON = {
+_UNTIED = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
-    "tie_word_embeddings": "tied",
     "initializer_range": "initializer_range",
 }
+_COMMON = {**_UNTIED, "tie_word_embeddings": "tied"}
 # Embeddings of other families treat the token of pads as any other.
 _PADDED = {**_COMMON, "pad_token_id": "pad_token_id"}
 _HEADS = {
@@ -370,7 +370,7 @@ HYBRIDS = {
         read_singles,
         write_singles,
         {
-            "": {**_COMMON, "layer_norm_epsilon": "norm_eps", "mlp_hidden_act": "activation"},
+            "": {**_UNTIED, "layer_norm_epsilon": "norm_eps", "mlp_hidden_act": "activation"},
             MAMBA: {
                 "mamba_num_heads": "mamba.num_heads",
                 "mamba_head_dim": "mamba.head_dim",
@@ -396,7 +396,6 @@ HYBRIDS = {
             },
         },
         {
-            "tie_word_embeddings": False,
             "initializer_range": 0.02,
             "layer_norm_epsilon": 1e-5,
             "mlp_hidden_act": "relu2",
@@ -416,7 +415,12 @@ HYBRIDS = {
         },
         {"gated_mlp": False},
         {"score": "sigmoid", "selection_bias": True},
-        {"mamba_hidden_act": "silu", "attention_bias": False, "residual_in_fp32": False},
+        {
+            "mamba_hidden_act": "silu",
+            "attention_bias": False,
+            "residual_in_fp32": False,
+            "tie_word_embeddings": False,  # transformers ties none of them, whatever is said
+        },
         derive=_derive_nemotron,
         expand="",
     ),

@@ -112,6 +112,7 @@ def test_experts_of_granite_stand_in_every_layer():
         ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size"),
         ("nemotron_h", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
         ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("bamba", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type"),
     ],
 )
@@ -129,6 +130,7 @@ def test_what_a_decoder_does_not_have_is_named(family, changes, name):
         ("bamba", "rotary_dim", 2),
         ("mamba2", "float32_residual", False),
         ("nemotron_h", "rope", True),
+        ("nemotron_h", "tied", True),
         ("nemotron_h", "hidden_dropout", 0.5),
         ("granitemoehybrid", "gated_mlp", False),
     ],
