@@ -11,6 +11,7 @@
 #include "packing.hpp"
 #include "permutation.hpp"
 #include "sample_index.hpp"
+#include "selective_functions.hpp"
 #include "softmax_blocks.hpp"
 
 namespace nb = nanobind;
@@ -193,4 +194,5 @@ NB_MODULE(_native, m) {
           "bins"_a.noconvert());
     define_softmax<float, std::int16_t>(m);
     megablocks::define_experts(m);
+    megablocks::define_selective(m);
 }

@@ -136,3 +136,37 @@ def experts_backward(
     threads: int = 1,
 ) -> None:
     """Write the gradients that are wanted, or add them to what is there."""
+
+def selective_chunk(
+    x: NDArray[np.float32 | np.float64],
+    dt: NDArray[np.float32 | np.float64],
+    B: NDArray[np.float32 | np.float64],
+    C: NDArray[np.float32 | np.float64],
+    A: NDArray[np.float32 | np.float64],
+    state: NDArray[np.float32 | np.float64],
+    *,
+    y: NDArray[np.float32 | np.float64] | None,
+    behind: NDArray[np.float32 | np.float64],
+    threads: int = 1,
+) -> None:
+    """Write outputs of a chunk of the selective scan, if they are wanted, and the state behind."""
+
+def selective_chunk_gradients(
+    x: NDArray[np.float32 | np.float64],
+    dt: NDArray[np.float32 | np.float64],
+    B: NDArray[np.float32 | np.float64],
+    C: NDArray[np.float32 | np.float64],
+    A: NDArray[np.float32 | np.float64],
+    state: NDArray[np.float32 | np.float64],
+    *,
+    of_y: NDArray[np.float32 | np.float64] | None,
+    of_behind: NDArray[np.float32 | np.float64],
+    of_x: NDArray[np.float32 | np.float64],
+    of_dt: NDArray[np.float32 | np.float64],
+    of_B: NDArray[np.float32 | np.float64],
+    of_C: NDArray[np.float32 | np.float64],
+    of_A: NDArray[np.float32 | np.float64],
+    of_state: NDArray[np.float32 | np.float64],
+    threads: int = 1,
+) -> None:
+    """Write gradients of such a chunk; that of ``A`` is added to what is there."""

@@ -205,8 +205,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     many, few = ctx.counts
-    tensors, constants = ctx.saved_tensors[:many], ctx.saved_tensors[many : many + few]
-    kept, *given = ctx.saved_tensors[many + few :]
+    saved = ctx.saved_tensors  # read once: under recomputation a second time is an error
+    tensors, constants = saved[:many], saved[many : many + few]
+    kept, *given = saved[many + few :]
     left = iter(given)
     borders = [next(left) if there else None for there in ctx.borders]
     grads = tuple(

@@ -236,7 +236,7 @@ def test_wrong_sequences_are_refused():
         leaves, two = kind.leaves(1, 8), kind.leaves(2, 8)
         wrong = torch.zeros(2, *kind.state)
         for size in (0, -1):
-            with pytest.raises(ValueError, match=f"chunk_size={size} must be at least 1"):
+            with pytest.raises(ValueError, match=f"chunk_size={size} must be "):
                 kind.run(leaves, chunk_size=size)
         with pytest.raises(ValueError, match=r"initial_state of shape .* must have shape \(1, "):
             kind.run(leaves, initial_state=wrong)
