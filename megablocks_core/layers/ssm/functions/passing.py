@@ -156,15 +156,21 @@ def tied(message: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
     return _Tied.apply(message, *results)
 
 
-def check_cut(cut: SequenceCut | None, cu_seqlens: Tensor | None) -> bool:
+def check_cut(cut: SequenceCut | None, cu_seqlens: Tensor | None, *, tokens: int) -> bool:
     """Whether there is a cut, which tells the documents in place of ``cu_seqlens``.
 
     Raises:
-        ValueError: Both are given.
+        ValueError: It is none, does not give this rank so many ``tokens``, or both are given.
     """
-    if cut is not None and cu_seqlens is not None:
+    if cut is None:
+        return False
+    if not isinstance(cut, SequenceCut):
+        raise ValueError(f"cut={cut!r} must be a SequenceCut")
+    if cu_seqlens is not None:
         raise ValueError("cu_seqlens must not come with a cut, which knows the documents")
-    return cut is not None
+    if tokens != cut.local_length:
+        raise ValueError(f"cut={cut} must give this rank {tokens} tokens, not {cut.local_length}")
+    return True
 
 
 def _parts(x: Tensor, cut: SequenceCut) -> list[Tensor]:
@@ -225,6 +231,10 @@ def _carries(
             carries[index] = state
         if (rank, index) != own[-1]:
             transition, more = every_map(rank, index)
+            if cut.cu_seqlens is not None:
+                # Zero times what is not finite would go on into the next document.
+                starts = (cut.cu_seqlens > start) & (cut.cu_seqlens < stop)
+                state = state.masked_fill(starts.any(), 0.0)
             state = compose(transition, state) + more
     return carries
 

@@ -5,7 +5,7 @@ mantissa a state that should keep half of its value over 100 tokens is off by pe
 """
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,16 @@ class Float32Parameters(nn.Module):
             return source.to(moved.device, wide_dtype(tensor.dtype))
 
         return super()._apply(wide, recurse=False)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Load, but widen first what ``assign=True`` would put in a parameter's place."""
+        for name in self.keep_float32:
+            given = state_dict.get(prefix + name)
+            if isinstance(given, Tensor) and given.is_floating_point():
+                state_dict[prefix + name] = given.to(wide_dtype(given.dtype))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def wide_dtype(dtype: torch.dtype | None) -> torch.dtype:

@@ -334,8 +334,14 @@ def test_wrong_tokens_are_refused():
 
 
 def test_documents_are_told_once():
-    assert not check_cut(None, None)
-    assert not check_cut(None, torch.tensor([0, 8]))
-    assert check_cut(SequenceCut(8), None)
+    assert not check_cut(None, None, tokens=8)
+    assert not check_cut(None, torch.tensor([0, 8]), tokens=8)
+    assert check_cut(SequenceCut(8), None, tokens=8)
     with pytest.raises(ValueError, match="cu_seqlens must not come with a cut"):
-        check_cut(SequenceCut(8), torch.tensor([0, 8]))
+        check_cut(SequenceCut(8), torch.tensor([0, 8]), tokens=8)
+
+
+@pytest.mark.parametrize("cut", [SequenceCut(4), SequenceCut(16), "zigzag"])
+def test_a_cut_of_other_tokens_is_refused(cut):
+    with pytest.raises(ValueError, match=r"^cut=.* must (give this rank 8 tokens|be a Seq)"):
+        check_cut(cut, None, tokens=8)

@@ -44,6 +44,18 @@ def test_they_can_become_wider_and_leave_meta(kind):
 
 
 @each_kind
+def test_tensors_put_in_their_place_are_widened(kind):
+    given = {name: tensor.to(BF16) for name, tensor in build(kind).state_dict().items()}
+    mixer = build(kind, device="meta")
+    mixer.load_state_dict(given, assign=True)
+    for name, parameter in mixer.named_parameters():
+        assert parameter.dtype == (torch.float32 if name in KEPT[kind] else BF16)
+        assert_close(parameter, given[name], check_dtype=False, rtol=0, atol=0)
+        assert isinstance(parameter, nn.Parameter) and parameter.requires_grad
+    assert given["A_log"].dtype == BF16
+
+
+@each_kind
 def test_a_mixer_in_bf16_decays_as_one_in_float32(kind):
     """A rounded decay would show after some tokens; weights and products are bf16 in both."""
     torch.manual_seed(0)

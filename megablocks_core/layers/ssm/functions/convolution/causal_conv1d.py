@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megablocks_core.groups import LOCAL
+from megablocks_core.layers.ssm.functions.arguments import check_arguments
 from megablocks_core.layers.ssm.functions.convolution.edges import (
     carried,
     last_of_documents,
@@ -20,7 +21,7 @@ from megablocks_core.layers.ssm.functions.convolution.edges import (
 from megablocks_core.layers.ssm.functions.convolution.taps import convolve
 from megablocks_core.layers.ssm.functions.passing import check_cut, final_state, halo, tied
 from megablocks_core.layers.ssm.functions.steps import wide
-from megablocks_core.parallel.checks import check_flags, check_tensors
+from megablocks_core.parallel.checks import check_flags
 from megablocks_core.parallel.sequence import SequenceCut
 
 
@@ -67,8 +68,10 @@ def causal_conv1d(
             comes beside a cut.
     """
     check_flags(activation=activation, return_final_state=return_final_state)
+    optional = {"bias": bias, "initial_state": initial_state}
+    check_arguments(optional, cu_seqlens=cu_seqlens, x=x, weight=weight)
     _check_shapes(x, weight, bias)
-    if not check_cut(cut, cu_seqlens) or cut is None:
+    if not check_cut(cut, cu_seqlens, tokens=x.shape[1]) or cut is None:
         # The compiler knows LOCAL by this file's name for it, and not as a default value.
         cut = SequenceCut(x.shape[1], cu_seqlens=cu_seqlens, group=LOCAL, device=x.device)
     documents = cut.cu_seqlens
@@ -123,7 +126,6 @@ def _outputs(
 
 
 def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    check_tensors(x=x, weight=weight)
     if x.dim() != 3:
         raise ValueError(f"x of shape {tuple(x.shape)} must have rows, tokens and channels")
     channels = x.shape[2]

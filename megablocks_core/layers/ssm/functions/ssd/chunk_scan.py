@@ -11,10 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megablocks_core.layers.ssm.functions.arguments import check_arguments
 from megablocks_core.layers.ssm.functions.documents import check_documents
 from megablocks_core.layers.ssm.functions.passing import check_cut, over_cut
 from megablocks_core.layers.ssm.functions.ssd.pieces import Piece, scan_piece, state_map
-from megablocks_core.parallel.checks import check_flags, check_tensors, check_whole
+from megablocks_core.parallel.checks import check_flags, check_whole
 from megablocks_core.parallel.sequence import SequenceCut
 
 
@@ -81,10 +82,13 @@ def ssd_chunk_scan(
             equally many in each group, ``cu_seqlens`` does not describe one row of documents, or
             comes beside a cut.
     """
+    optional = {"D": D, "initial_state": initial_state}
+    check_arguments(optional, cu_seqlens=cu_seqlens, x=x, dt=dt, A=A, B=B, C=C)
     _check(x, dt, A, B, C, D)
     check_whole("chunk_size", chunk_size, least=1)
     check_flags(return_final_state=return_final_state)
-    sums = cut.cu_seqlens if cut is not None and check_cut(cut, cu_seqlens) else cu_seqlens
+    cuts = check_cut(cut, cu_seqlens, tokens=x.shape[1])
+    sums = cut.cu_seqlens if cuts and cut is not None else cu_seqlens
     _check_state(initial_state, x, B, sums)
     piece = Piece(A, D, chunk_size, initial_state, return_final_state)
     with torch.autocast(x.device.type, enabled=False):
@@ -102,12 +106,8 @@ def ssd_chunk_scan(
 
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> None:
-    check_tensors(x=x, dt=dt, A=A, B=B, C=C)
-    if x.dim() != 4 or not x.is_floating_point():
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} and {x.dtype} must be floating-point numbers of rows, "
-            "tokens, heads and features"
-        )
+    if x.dim() != 4:
+        raise ValueError(f"x of shape {tuple(x.shape)} must have rows, tokens, heads and features")
     if B.dim() != 4:
         raise ValueError(
             f"B of shape {tuple(B.shape)} must have rows, tokens, groups and features of a state"
@@ -123,7 +123,6 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | N
         "C": (C, (rows, length, groups, states)),
     }
     if D is not None:
-        check_tensors(D=D)
         wanted["D"] = (D, (heads,) if D.dim() == 1 else (heads, features))
     for name, (part, shape) in wanted.items():
         if tuple(part.shape) != shape:
@@ -133,7 +132,6 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | N
 def _check_state(state: Tensor | None, x: Tensor, B: Tensor, sums: Tensor | None) -> None:
     if state is None:
         return
-    check_tensors(initial_state=state)
     count = x.shape[0] if sums is None else len(sums) - 1
     shape = (count, *x.shape[2:], B.shape[3])
     if tuple(state.shape) != shape:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megablocks_core.layers.ssm.functions.documents import document_of_token
+from megablocks_core.layers.ssm.functions.ssd import spoilt
 from megablocks_core.layers.ssm.functions.ssd.chunks import Inputs
 from megablocks_core.layers.ssm.functions.ssd.decays import decay_of
 from megablocks_core.layers.ssm.functions.ssd.document_states import (
@@ -60,6 +61,10 @@ def scan_piece(
         return y, final if piece.return_final_state else None
     if carry is None and state is not None:
         carry = _state_of(state.to(kind), document_of_token(cu_seqlens, 1))
+    found = spoilt.find((x, dt, B, C), cu_seqlens, state, carry) if x.shape[1] else None
+    if found is not None:
+        x, dt, B, C = spoilt.without_bad_tokens((x, dt, B, C))
+        state, carry = (spoilt.without_bad_states(each) for each in (state, carry))
     tokens = Tokens(*(part.to(kind) for part in (x[0], dt[0], piece.A, B[0], C[0])))
     added = entries = None
     if state is not None and x.shape[1]:
@@ -72,12 +77,13 @@ def scan_piece(
     )
     y = y if added is None else (y + added).to(x.dtype)
     if not piece.return_final_state:
-        return y, None
+        return (y, None) if found is None else found.put(y, None)
     if x.shape[1] == 0:
         count = len(cu_seqlens) - 1
         empty = x.new_zeros((count, *x.shape[2:], B.shape[3]), dtype=kind)
         return y, empty if state is None else state.to(kind)
-    return y, final_states_of_documents(tokens, states[:, 0], state, cu_seqlens, piece.chunk_size)
+    final = final_states_of_documents(tokens, states[:, 0], state, cu_seqlens, piece.chunk_size)
+    return (y, final) if found is None else found.put(y, final)
 
 
 def state_map(
@@ -91,22 +97,26 @@ def state_map(
     Returns:
         Transition [B H 1 1] and state [B H P N].
     """
-    kind = wide(x)
+    kind, bad_L = wide(x), None
+    if cu_seqlens is not None and x.shape[1]:
+        bad_L = spoilt.bad_tokens((x, dt, B))
+        x, dt, B = spoilt.without_bad_tokens((x, dt, B))
     dt_BLH = dt.to(kind)
     log_BLH = (dt_BLH * piece.A.to(kind)).double()
     document_L = None
     if cu_seqlens is not None and x.shape[1]:
         document_L = document_of_token(cu_seqlens, x.shape[1])
         same_L = document_L == document_L[-1]
-        log_BLH, dt_BLH = log_BLH * same_L[:, None], dt_BLH * same_L[:, None]
+        log_BLH, dt_BLH = (torch.where(same_L[:, None], each, 0) for each in (log_BLH, dt_BLH))
     whole_BH = log_BLH.sum(1)
     leave_BLH = decay_of((whole_BH[:, None] - log_BLH.cumsum(1)).to(kind))
     weighed = x.to(kind) * (dt_BLH * leave_BLH)[..., None]
     grouped = weighed.unflatten(2, (B.shape[2], -1))
     state = torch.einsum("blgjp,blgn->bgjpn", grouped, B.to(kind)).flatten(1, 2)
     transition = decay_of(whole_BH.to(kind))[..., None, None]
-    if document_L is None:
+    if document_L is None or bad_L is None:
         return transition, state
+    state = state.masked_fill((bad_L & (document_L == document_L[-1])).any(), torch.nan)
     starts = document_L[0] != document_L[-1]
     if piece.initial_state is not None:
         initial = _state_of(piece.initial_state.to(kind), document_L[-1:])
