@@ -40,7 +40,8 @@ def gated_delta_rule(
     https://arxiv.org/abs/2502.10297).
 
     At least float32 inside. Sends nothing but what ``over_cut`` sends under a cut. Saved for
-    backward: the inputs, and one state every 1,024 steps; chunks are computed again.
+    backward: the inputs, padded to whole chunks (of each document), and one state every 1,024
+    steps; chunks are computed again.
 
     Args:
         q: Queries [B L H K].

@@ -29,7 +29,8 @@ def selective_scan(
     """``s = exp(dt A) s + dt x B``; ``y = s C + D x``, of every channel.
 
     At least float32 inside. Sends nothing but what ``over_cut`` sends under a cut. Saved for
-    backward: the inputs, and one state every 1,024 tokens; chunks are computed again.
+    backward: the inputs, padded to whole chunks (of each document), and one state every 1,024
+    tokens; chunks are computed again.
 
     Args:
         x: Inputs [B L D].

@@ -18,18 +18,31 @@ def test_what_is_saved_is_the_inputs_and_a_state_every_1024_tokens(name, chunk_s
     bytes_of_state = 4 * torch.Size(kind.state).numel()
     for length in (2048, 4096):
         leaves = kind.leaves(1, length, torch.float32)
-        saved = {}
-
-        def pack(x, saved=saved):
-            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            kept = kind.run(leaves, chunk_size=chunk_size, return_final_state=False)
-        assert kept is not None
-        # What is saved of q is q times the scale; D is saved for its product with x.
         inputs = sum(leaf.nbytes for leaf in leaves)
-        assert sum(saved.values()) == inputs + length // 1024 * bytes_of_state
+        states = length // 1024 * bytes_of_state
+        # What is saved of q is q times the scale; D is saved for its product with x.
+        assert _saved(kind, leaves, chunk_size=chunk_size) == inputs + states
+        documents = sums([5, length - 10])  # three, of which each may need a chunk more
+        packed = _saved(kind, leaves, chunk_size=chunk_size, cu_seqlens=documents)
+        places = length + 3 * chunk_size
+        own = leaves[0].nbytes if name == "selective" else 0  # x beside what is laid out of it
+        # Where each place's token is and back, 17 bytes; two numbers of each chunk; a block more.
+        most = inputs * places // length + 17 * places + 16 * places // chunk_size
+        assert inputs < packed - own <= most + states + bytes_of_state
+
+
+def _saved(kind, leaves, **options):
+    """Bytes, each storage once."""
+    saved = {}
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        kept = kind.run(leaves, return_final_state=False, **options)
+    assert kept is not None
+    return sum(x.untyped_storage().nbytes() for x in saved.values())
 
 
 @pytest.mark.parametrize("name", ["selective", "gated_delta"])
