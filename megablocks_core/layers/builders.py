@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from megablocks_core.layers.spec import DecoderSpec, DeltaSpec, Mamba2Spec, MoESpec
 from megablocks_core.layers.spec.pattern import ATTENTION, MAMBA, blocks_of, pattern_of_ratios
+from megablocks_core.parallel.checks import check_whole
 
 
 def gpt(
@@ -30,7 +31,12 @@ def gpt(
         num_kv_heads: Key and value heads; default ``num_heads``.
         ffn_size: Width of the feed-forward layers; default 8/3 of ``hidden_size``, rounded up to a
             multiple of 16.
+
+    Raises:
+        ValueError: A size is no whole number from 1 on, or heads do not divide evenly.
     """
+    _check_heads(hidden_size, num_heads)
+    check_whole("num_layers", num_layers, least=1)
     wide = -(-8 * hidden_size // 48) * 16 if ffn_size is None else ffn_size
     heads = num_heads if num_kv_heads is None else num_kv_heads
     return DecoderSpec(
@@ -49,7 +55,15 @@ def mamba(
         num_layers: Blocks.
         state_size: Features of the state, of each feature of a head.
         head_dim: Features of a head.
+
+    Raises:
+        ValueError: A size is no whole number from 1 on, or heads do not divide the inner width.
     """
+    sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "head_dim": head_dim}
+    for name, size in sizes.items():
+        check_whole(name, size, least=1)
+    if 2 * hidden_size % head_dim:
+        raise ValueError(f"head_dim={head_dim} must divide 2 * hidden_size={2 * hidden_size}")
     return DecoderSpec(
         vocab_size,
         hidden_size,
@@ -106,6 +120,8 @@ def hybrid(
         pattern = pattern_of_ratios(num_layers, pattern)
     blocks = blocks_of(pattern)
     attends = ATTENTION in blocks
+    if attends:
+        _check_heads(hidden_size, num_heads)
     return DecoderSpec(
         vocab_size,
         hidden_size,
@@ -113,7 +129,7 @@ def hybrid(
         len(blocks) if num_layers is None else num_layers,
         num_heads,
         num_heads if num_kv_heads is None else num_kv_heads,
-        hidden_size // num_heads if attends and num_heads else 0,
+        hidden_size // num_heads if attends else 0,
         pattern=pattern,
         mamba=mamba,
         delta=delta,
@@ -124,3 +140,10 @@ def hybrid(
         norm_eps=1e-5,
         family="nemotron_h",
     )
+
+
+def _check_heads(hidden_size: int, num_heads: int) -> None:
+    check_whole("hidden_size", hidden_size, least=1)
+    check_whole("num_heads", num_heads, least=1)
+    if hidden_size % num_heads:
+        raise ValueError(f"num_heads={num_heads} must divide hidden_size={hidden_size}")

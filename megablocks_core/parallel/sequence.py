@@ -86,6 +86,8 @@ class SequenceCut:
     def pieces_of(self, rank: int) -> list[tuple[int, int]]:
         """(start, stop) of each piece of ``rank``."""
         n = self.group.size
+        if not torch.compiler.is_compiling():
+            check_whole("rank", rank, least=0, most=n - 1)
         if self.kind == "contiguous" or n == 1:
             chunks = [chunk_slice(self.length, n, rank)]
         else:
@@ -124,6 +126,8 @@ class SequenceCut:
 
     def piece_cu_seqlens(self, index: int) -> Tensor | None:
         """The sums of the lengths that the documents have in a piece [E+1]; ``None`` without."""
+        if not torch.compiler.is_compiling():
+            check_whole("index", index, least=0, most=len(self.pieces) - 1)
         return None if self.cu_seqlens is None else _inside(self.cu_seqlens, *self.pieces[index])
 
     def shard(self, x: Tensor, dim: int) -> Tensor:

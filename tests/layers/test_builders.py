@@ -34,7 +34,7 @@ def test_sizes_follow_from_few_numbers():
     spec = gpt(50, hidden_size=96, num_layers=2, num_heads=4)
     assert (spec.ffn_size, spec.num_kv_heads, spec.head_dim) == (256, 4, 24)
     spec = mamba(50, hidden_size=128, num_layers=3)
-    assert (spec.pattern, spec.mamba.num_heads, spec.mamba.head_dim) == ("MMM", 4, 64)
+    assert (spec.pattern, spec.mamba) == ("MMM", Mamba2Spec(4, 64, 128))
 
 
 def test_configs_say_what_they_build():
@@ -49,3 +49,24 @@ def test_configs_say_what_they_build():
 def test_shares_need_a_number_of_blocks():
     with pytest.raises(ValueError, match="num_layers=None"):
         hybrid(50, {"*": 0.5}, hidden_size=32)
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda: gpt(50, hidden_size=32, num_layers=2, num_heads=0), "num_heads"),
+        (lambda: gpt(50, hidden_size=32, num_layers=2, num_heads=3), "num_heads"),
+        (lambda: gpt(50, hidden_size=32, num_layers=2.0, num_heads=4), "num_layers"),
+        (lambda: mamba(50, hidden_size=32, num_layers=2, head_dim=0), "head_dim"),
+        (lambda: mamba(50, hidden_size=32, num_layers=2, head_dim=24), "head_dim"),
+        (lambda: mamba(50, hidden_size=32, num_layers="2"), "num_layers"),
+        (lambda: hybrid(50, "M*", hidden_size=30, num_heads=4), "num_heads"),
+        (lambda: hybrid(50, "M", hidden_size=32, mamba=3), "mamba"),
+        (lambda: hybrid(50, 3, hidden_size=32, num_layers=2), "ratios"),
+        (lambda: hybrid(50, {"*": "a"}, hidden_size=32, num_layers=2), "ratios"),
+        (lambda: hybrid(50, {"*": 0.5}, hidden_size=32, num_layers=True), "num_layers"),
+    ],
+)
+def test_sizes_that_make_no_model_are_named(build, name):
+    with pytest.raises(ValueError, match=f"^{name}="):
+        build()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megablocks_core.layers.spec.mixer_specs import DeltaSpec, Mamba1Spec, Mamba2Spec
 from megablocks_core.layers.spec.pattern import (
     ATTENTION,
     DELTA,
@@ -71,6 +72,10 @@ def _check_pattern(spec: DecoderSpec, kinds: set[str]) -> None:
             if getattr(spec, name) is not None:
                 raise ValueError(f"pattern=None must have a block for {name}={getattr(spec, name)}")
         return
+    for name, kinds_of_spec in {"mamba": (Mamba1Spec, Mamba2Spec), "delta": (DeltaSpec,)}.items():
+        if not isinstance(given := getattr(spec, name), (*kinds_of_spec, type(None))):
+            names = " or ".join(kind.__name__ for kind in kinds_of_spec)
+            raise ValueError(f"{name}={given!r} must be a {names}")
     count = len(blocks_of(spec.pattern))
     if spec.num_layers != count:
         raise ValueError(

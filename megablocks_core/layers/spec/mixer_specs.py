@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
+
+from megablocks_core.parallel.checks import check_whole
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,11 @@ class Mamba2Spec:
             raise ValueError(
                 f"norm_groups={self.norm_groups} must divide the {features} features of all heads"
             )
-        low, high = self.time_step_limit
-        if not 0 <= low < high:
+        limit = self.time_step_limit
+        if not isinstance(limit, tuple | list) or len(limit) != 2:
+            raise ValueError(f"time_step_limit={limit!r} must be two numbers (low, high)")
+        low, high = limit
+        if not all(isinstance(bound, Real) for bound in limit) or not 0 <= low < high:
             raise ValueError(f"time_step_limit={self.time_step_limit} must be a range from 0 on")
         object.__setattr__(self, "time_step_limit", (float(low), float(high)))
 
@@ -117,5 +123,4 @@ class DeltaSpec:
 
 def _check_sizes(spec: Any, *names: str) -> None:
     for name in names:
-        if getattr(spec, name) < 1:
-            raise ValueError(f"{name}={getattr(spec, name)} must be at least 1")
+        check_whole(name, getattr(spec, name), least=1)

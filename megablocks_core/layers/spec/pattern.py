@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
+from numbers import Real
+
+from megablocks_core.parallel.checks import check_mapping, check_whole
 
 MAMBA, DELTA, ATTENTION, FEED_FORWARD, EXPERTS = "M", "G", "*", "-", "E"
 STAGE = "|"
@@ -25,8 +28,10 @@ def blocks_of(pattern: str) -> str:
     """The letters of the blocks alone, one a block.
 
     Raises:
-        ValueError: A letter is unknown, or a stage has no block.
+        ValueError: It is no string, a letter is unknown, or a stage has no block.
     """
+    if not isinstance(pattern, str):
+        raise ValueError(f"pattern={pattern!r} must be a string")
     unknown = sorted(set(pattern) - {*BLOCKS, STAGE})
     if unknown:
         known = ", ".join(f"{letter!r} ({name})" for letter, name in BLOCKS.items())
@@ -62,10 +67,10 @@ def pattern_of_ratios(num_layers: int, ratios: Mapping[str, float], *, rest: str
         ValueError: A letter is unknown, a share is out of range, or there are more blocks than
             ``num_layers``.
     """
-    if num_layers < 1:
-        raise ValueError(f"num_layers={num_layers} must be at least 1")
+    check_whole("num_layers", num_layers, least=1)
+    check_mapping("ratios", ratios)
     for letter, ratio in {**ratios, rest: 0.0}.items():
-        if letter not in BLOCKS or not 0 <= ratio <= 1:
+        if letter not in BLOCKS or not isinstance(ratio, Real) or not 0 <= ratio <= 1:
             raise ValueError(
                 f"ratios={dict(ratios)} and rest={rest!r} must be of letters among "
                 f"{', '.join(BLOCKS)} and between 0 and 1"

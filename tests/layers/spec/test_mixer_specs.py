@@ -39,3 +39,20 @@ def test_a_range_of_steps_is_a_pair_of_floats():
 def test_what_makes_no_block_is_named(kind, sizes, name, value):
     with pytest.raises(ValueError, match=f"^{name}="):
         kind(**{**sizes, name: value})
+
+
+@pytest.mark.parametrize("size", [2.5, True, "2", None])
+def test_sizes_are_whole_numbers(size):
+    for build, name in (
+        (lambda: Mamba2Spec(size, 8, 8), "num_heads"),
+        (lambda: Mamba2Spec(4, 8, 8, norm_groups=size or 0), "norm_groups"),
+        (lambda: DeltaSpec(2, 4, size, 4), "key_dim"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}="):
+            build()
+
+
+@pytest.mark.parametrize("limit", [3, (1,), ("a", "b"), None, (float("nan"), 1.0)])
+def test_a_limit_is_two_numbers(limit):
+    with pytest.raises(ValueError, match="^time_step_limit="):
+        Mamba2Spec(4, 8, 8, time_step_limit=limit)

@@ -7,6 +7,7 @@ has the same bits wherever it stands in a rank's share.
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -33,10 +34,15 @@ def step_sizes(dt: Tensor, bias: Tensor, limit: tuple[float, float] = (0.0, math
     return steps if limit == (0.0, math.inf) else steps.clamp(*limit)
 
 
-def check_range(name: str, bounds: tuple[float, float], *, lowest: float) -> None:
+def check_range(
+    name: str, bounds: tuple[float, float], *, lowest: float, finite: bool = True
+) -> None:
     """Raise ``ValueError`` unless ``bounds`` is a range that starts at ``lowest`` or above."""
+    pair = isinstance(bounds, tuple | list) and len(bounds) == 2
+    if not pair or not all(isinstance(bound, Real) for bound in bounds):
+        raise ValueError(f"{name}={bounds!r} must be two numbers (low, high)")
     low, high = bounds
-    if not lowest <= low <= high:
+    if not lowest <= low <= high or (finite and high == math.inf):
         raise ValueError(f"{name}={bounds} must be a range (low, high) from {lowest} on")
 
 

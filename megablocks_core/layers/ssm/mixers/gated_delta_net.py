@@ -27,6 +27,7 @@ from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
 from megablocks_core.layers.ssm.functions.delta import gated_delta_rule
 from megablocks_core.layers.ssm.functions.heads import to_tokens
 from megablocks_core.layers.ssm.functions.steps import gated_delta_step
+from megablocks_core.layers.ssm.mixers.arguments import check_sizes
 from megablocks_core.layers.ssm.mixers.by_heads import (
     Context,
     Part,
@@ -139,7 +140,17 @@ class GatedDeltaNet(Mixer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_key_heads < 1 or num_value_heads % num_key_heads:
+        check_sizes(
+            hidden_size=hidden_size,
+            num_key_heads=num_key_heads,
+            num_value_heads=num_value_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            conv_kernel=conv_kernel,
+            chunk_size=chunk_size,
+        )
+        self.hidden_size = hidden_size
+        if num_value_heads % num_key_heads:
             raise ValueError(
                 f"num_key_heads={num_key_heads} must divide num_value_heads={num_value_heads}"
             )

@@ -30,6 +30,7 @@ from megablocks_core.layers.norm import RMSNorm
 from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
 from megablocks_core.layers.ssm.functions.selective import selective_scan
 from megablocks_core.layers.ssm.functions.steps import selective_step
+from megablocks_core.layers.ssm.mixers.arguments import check_sizes
 from megablocks_core.layers.ssm.mixers.decays import (
     check_range,
     draw_step_biases_,
@@ -112,10 +113,19 @@ class Mamba1(Mixer):
     ) -> None:
         super().__init__()
         check_group(cp)
+        check_sizes(hidden_size=hidden_size)
         if projection_norms not in (None, "weights", "plain"):
             raise ValueError(f"projection_norms={projection_norms!r} must be 'weights' or 'plain'")
         inner_size = 2 * hidden_size if inner_size is None else inner_size
         dt_rank = -(-hidden_size // 16) if dt_rank is None else dt_rank
+        check_sizes(
+            inner_size=inner_size,
+            state_size=state_size,
+            conv_kernel=conv_kernel,
+            dt_rank=dt_rank,
+            chunk_size=chunk_size,
+        )
+        self.hidden_size = hidden_size
         own = split_evenly(inner_size, group=tp, name="inner_size")
         self.inner_size, self.state_size, self.dt_rank = own.stop - own.start, state_size, dt_rank
         self.projection_norms, self.norm_eps = projection_norms, norm_eps

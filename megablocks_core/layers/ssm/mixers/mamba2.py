@@ -19,6 +19,7 @@ from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
 from megablocks_core.layers.ssm.functions.heads import to_tokens
 from megablocks_core.layers.ssm.functions.ssd import ssd_chunk_scan
 from megablocks_core.layers.ssm.functions.steps import ssd_step
+from megablocks_core.layers.ssm.mixers.arguments import check_sizes
 from megablocks_core.layers.ssm.mixers.by_heads import (
     Context,
     Part,
@@ -140,9 +141,21 @@ class Mamba2(Mixer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            state_size=state_size,
+            num_groups=num_groups,
+            conv_kernel=conv_kernel,
+            chunk_size=chunk_size,
+        )
+        self.hidden_size = hidden_size
+        norm_groups = num_groups if norm_groups is None else norm_groups
+        check_sizes(norm_groups=norm_groups)
         _check_heads(num_heads, num_groups, tp)
         check_context(context, num_heads, tp=tp, cp=cp)
-        check_range("time_step_limit", time_step_limit, lowest=0.0)
+        check_range("time_step_limit", time_step_limit, lowest=0.0, finite=False)
         check_range("time_step_range", time_step_range, lowest=1e-12)
         check_range("rate_range", rate_range, lowest=1e-12)
         self.head_dim, self.state_size, self.tp, self.cp = head_dim, state_size, tp, cp
@@ -184,7 +197,7 @@ class Mamba2(Mixer):
             mark(self, name, ShardSpec(0, tp))
         self.norm = GatedRMSNorm(
             inner,
-            groups=num_groups if norm_groups is None else norm_groups,
+            groups=norm_groups,
             eps=norm_eps,
             norm_before_gate=norm_before_gate,
             tp=tp,

@@ -17,12 +17,19 @@ from torch import Tensor, nn
 
 from megablocks_core.groups import Group
 from megablocks_core.layers.ssm.functions.steps import causal_conv1d_step
+from megablocks_core.layers.ssm.mixers.arguments import (
+    check_input,
+    check_padded,
+    check_same_documents,
+    check_state,
+)
 from megablocks_core.layers.ssm.mixers.by_heads import Context
 from megablocks_core.layers.ssm.mixers.depthwise import DepthwiseConv1d
 from megablocks_core.layers.ssm.mixers.float32 import Float32Parameters, wide_dtype
 from megablocks_core.layers.ssm.mixers.padding import real_tokens
 from megablocks_core.layers.ssm.mixers.state import MixerState
 from megablocks_core.parallel import SequenceCut
+from megablocks_core.parallel.checks import check_whole
 
 # Of a sequence or of one token, with everything but its tensors bound. The second result is the
 # next state, or None where nobody wants it.
@@ -50,6 +57,7 @@ class Mixer(Float32Parameters, ABC):
     formulas over the functions for a sequence or for a token.
 
     Attributes:
+        hidden_size: H.
         conv1d: Weights of the convolution.
         out_proj: The projection back.
         convolution: Called as ``causal_conv1d``.
@@ -61,6 +69,7 @@ class Mixer(Float32Parameters, ABC):
         context: Whether these pass states on, or exchange tokens for heads.
     """
 
+    hidden_size: int
     conv1d: DepthwiseConv1d
     out_proj: nn.Module
     convolution: Function
@@ -90,8 +99,9 @@ class Mixer(Float32Parameters, ABC):
                 other two then serve to tell pads.
 
         Raises:
-            ValueError: ``cut`` is missing, over other ranks than ``cp``, or without the documents;
-                the documents do not fit the row; pads are given without lengths.
+            ValueError: ``x`` is not [... T H]; ``cut`` is missing, over other ranks than ``cp``, or
+                of other documents; the documents do not fit the row, or the places where they are
+                stored; pads are given without lengths.
         """
         y_TH, _ = self._run(
             x_TH, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded, cut=cut, keep=False
@@ -109,7 +119,7 @@ class Mixer(Float32Parameters, ABC):
             cu_seqlens: Sums of the documents' lengths; then states are those of documents.
 
         Raises:
-            ValueError: The mixer was built for pieces of sequences.
+            ValueError: The mixer was built for pieces of sequences, or see ``forward``.
         """
         self._refuse_pieces("prefill")
         return self._run(x_TH, state=state, cu_seqlens=cu_seqlens, keep=True)
@@ -120,9 +130,13 @@ class Mixer(Float32Parameters, ABC):
         Under sequence parallelism ``x`` and ``y`` hold this rank's rows, the state all of them.
 
         Raises:
-            ValueError: The mixer was built for pieces of sequences.
+            ValueError: The mixer was built for pieces of sequences, ``x`` is not [B H], or
+                ``state`` is not that of B rows.
         """
         self._refuse_pieces("step")
+        check_input(x_BH, self.hidden_size, shape="[B H]")
+        rows = len(x_BH) * self.tp.size if self.sequence_parallel else len(x_BH)
+        check_state(state, self.empty_state(rows))
         gate, channels, steps = self._project(x_BH)
         convolve = partial(causal_conv1d_step, activation=True, state=state.conv)
         scan = partial(self.scan_step, state=state.ssm)
@@ -130,7 +144,13 @@ class Mixer(Float32Parameters, ABC):
         return self.out_proj(self._gated(y_Bi, gate)), new
 
     def empty_state(self, rows: int) -> MixerState:
-        """The state of ``rows`` rows that have seen nothing: zeros."""
+        """The state of ``rows`` rows that have seen nothing: zeros.
+
+        Raises:
+            ValueError: ``rows`` is no whole number from 0 on.
+        """
+        if not torch.compiler.is_compiling():
+            check_whole("rows", rows, least=0)
         weight = self.conv1d.weight
         channels, _, width = weight.shape
         return MixerState(
@@ -173,7 +193,8 @@ class Mixer(Float32Parameters, ABC):
         keep: bool,
     ) -> tuple[Tensor, MixerState]:
         """A whole sequence, or the pieces that this rank holds; states only if ``keep``."""
-        self._check(cut, cu_seqlens)
+        check_input(x_TH, self.hidden_size, shape="[... T H]")
+        self._check(cut, cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)
         if cu_seqlens is None and cu_seqlens_padded is not None:
             raise ValueError(
                 "cu_seqlens_padded must come with cu_seqlens, the lengths without pads"
@@ -195,7 +216,11 @@ class Mixer(Float32Parameters, ABC):
             row, mix = {"cu_seqlens": cut.cu_seqlens}, partial(self._mix_by_heads, cut=cut)
         elif cut is not None:
             row = {"cut": cut}
-        before = MixerState(None, None) if state is None else state  # type: ignore[arg-type]
+        if state is None:
+            before = MixerState(None, None)  # type: ignore[arg-type]
+        else:
+            rows = len(gate) if documents is None else len(documents) - 1
+            check_state(before := state, self.empty_state(rows))
         run = {**row, "return_final_state": keep}
         convolve = partial(self.convolution, activation=True, initial_state=before.conv, **run)
         scan = partial(self.scan, initial_state=before.ssm, **run)
@@ -212,15 +237,19 @@ class Mixer(Float32Parameters, ABC):
         """Which tokens are no pads [T 1], given how many this rank's ``x`` has."""
         whole = own * self.tp.size if self.sequence_parallel else own
         length = whole if cut is None else cut.length
+        check_padded(cu_seqlens, cu_seqlens_padded, length=length)
         return real_tokens(cu_seqlens, cu_seqlens_padded, length=length, cut=cut)[:, None]
 
-    def _check(self, cut: SequenceCut | None, cu_seqlens: Tensor | None) -> None:
+    def _check(self, cut: SequenceCut | None, stored: Tensor | None) -> None:
         if cut is None and self.cp.size > 1:
             raise ValueError(f"cut=None must say how the row is cut over {self.cp.size} ranks")
-        if cut is not None and cut.group.ranks != self.cp.ranks:
+        if cut is None:
+            return
+        if not isinstance(cut, SequenceCut):
+            raise ValueError(f"cut={cut!r} must be a SequenceCut")
+        if cut.group.ranks != self.cp.ranks:
             raise ValueError(f"cut over {cut.group} must be over cp={self.cp}")
-        if cut is not None and cut.cu_seqlens is None and cu_seqlens is not None:
-            raise ValueError("cut must know the documents: SequenceCut(length, cu_seqlens=...)")
+        check_same_documents(cut, stored)
 
     def _refuse_pieces(self, what: str) -> None:
         if self.cp.size > 1:
