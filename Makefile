@@ -15,8 +15,9 @@ export MEGABLOCKS_REQUIRE_NATIVE := 1
 
 .PHONY: demo test test-all drill check bench clean
 
-demo: $(READY)  ## Train, save, resume, export: DATA= text to learn from, OUT= where results go
-	$(RUN) examples/demo.py $(if $(DATA),--data "$(DATA)") $(if $(OUT),--out "$(OUT)")
+demo: $(READY)  ## Train, save, resume, export: MODEL= gpt, hybrid or mamba, DATA= text, OUT= folder
+	$(RUN) examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)") \
+		$(if $(OUT),--out "$(OUT)")
 
 test: $(READY)  ## What a change must pass, on JOBS= processes; ARGS= goes to pytest
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)

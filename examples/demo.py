@@ -1,12 +1,13 @@
 """What `make demo` shows: a run that is killed, goes on under another layout, and is exported.
 
     python examples/demo.py
+    python examples/demo.py --model hybrid
 
 Two ranks train a mixture of experts, tensor- and expert-parallel, and are killed with SIGKILL; two
 data-parallel ranks, each with all experts and half of the optimizer's state, go on from the last
 checkpoint; the model is exported to Hugging Face's format, compared with transformers where that
 is installed, and writes a few lines; a report tells the rest. Other options are those of
-pretrain_gpt.py; the results lie in out/demo.
+pretrain_MODEL.py, which trains; the results lie in out/demo.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +31,6 @@ from megablocks_core.layers import Decoder
 from megablocks_core.train import add_to_summary, read_run
 from megablocks_core.train.report import write_report
 
-TRAIN = Path(__file__).with_name("pretrain_gpt.py")
 COMPARED = 20  # steps
 
 
@@ -39,8 +40,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
+    parser.add_argument("--model", default="gpt", choices=["gpt", "hybrid", "mamba"])
     parser.add_argument("--steps", type=int, default=180)
-    parser.add_argument("--experts", type=int, default=8, help="in each layer; 0: none")
+    parser.add_argument("--experts", type=int, help="in each layer; default 8, in a mamba none")
     parser.add_argument("--dp", type=int, default=2, help="ranks that go on")
     parser.add_argument("--zero", type=int, default=1, choices=range(4), help="what they cut")
     options, others = parser.parse_known_args()
@@ -55,21 +57,23 @@ def main() -> None:
 
 
 def play(options: argparse.Namespace, others: list[str]) -> None:
-    """Train, kill, go on, compare and report; ``others`` are options of pretrain_gpt.py."""
+    """Train, kill, go on, compare and report; ``others`` are options of the script."""
+    train = partial(launch, Path(__file__).with_name(f"pretrain_{options.model}.py"))
     out, steps, dp, zero = options.out, options.steps, str(options.dp), str(options.zero)
     others = ["--steps", str(steps), "--save-every", str(max(1, steps // 6)), *others]
-    others += ["--experts", str(options.experts)]
-    apart = ["--tp", "2", *(["--ep", "2"] if options.experts else [])]
+    experts = 8 if options.experts is None and options.model != "mamba" else options.experts
+    others += [] if experts is None else ["--experts", str(experts)]
+    apart = ["--tp", "2", *(["--ep", "2"] if experts else [])]
     kill_at, compared = steps * 2 // 5, min(COMPARED, steps)
     began = time.monotonic()
 
     title(f"Two ranks that share every layer ({' '.join(apart)}), killed after step {kill_at}")
-    launch(2, out, *apart, "--stop-after", str(steps), *others, kill_at=kill_at)
+    train(2, out, *apart, "--stop-after", str(steps), *others, kill_at=kill_at)
     title(f"Going on from the last checkpoint: data-parallel ranks {dp}, ZeRO stage {zero}")
-    launch(options.dp, out, "--dp", dp, "--zero", zero, *others)
+    train(options.dp, out, "--dp", dp, "--zero", zero, *others)
     title(f"One process, {compared} steps, to compare with two")
     alone = out / "one-process"
-    launch(1, alone, "--stop-after", str(compared), *others)
+    train(1, alone, "--stop-after", str(compared), *others)
 
     title("Report")
     pairs = zip(read_run(out).lines, read_run(alone).lines, strict=False)
@@ -83,9 +87,11 @@ def play(options: argparse.Namespace, others: list[str]) -> None:
     print(f"\n{sample}\n\n{write_report(out)}, {time.monotonic() - began:.0f} s in all")
 
 
-def launch(ranks: int, out: Path, *arguments: str, kill_at: int | None = None) -> None:
-    """Run pretrain_gpt.py on some ranks; kill all of them once the run has come to a step."""
-    command = [sys.executable, str(TRAIN), "--out", str(out), *arguments]
+def launch(
+    script: Path, ranks: int, out: Path, *arguments: str, kill_at: int | None = None
+) -> None:
+    """Run a script on some ranks; kill all of them once the run has come to a step."""
+    command = [sys.executable, str(script), "--out", str(out), *arguments]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes: list[subprocess.Popen[bytes]] = []

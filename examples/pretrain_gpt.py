@@ -6,6 +6,7 @@
 The text is the Python standard library's source, as bytes, unless --data names files, folders
 or JSON lines. A run goes on from the newest checkpoint in its folder, at any layout: tensor, data
 and expert parallel in any mixture, with the same data, loss curve and weights.
+pretrain_mamba.py and pretrain_hybrid.py run other models in the same loop.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from megablocks_core import ckpt, data, export, parallel
 from megablocks_core.groups import LOCAL, Group, Mesh, together
 from megablocks_core.layers import Decoder, DecoderOutput, DecoderSpec, MoESpec
+from megablocks_core.layers.moe import TopKRouter, update_selection_bias
 from megablocks_core.train import (
     ExpertsWork,
     FiniteGuard,
@@ -36,6 +38,7 @@ from megablocks_core.train import (
     Scheduled,
     StepTimer,
     StopAfter,
+    Work,
     collect_every,
     cosine_schedule,
     decoder_work,
@@ -50,13 +53,26 @@ from megablocks_core.train import (
 
 ZERO = """what the data-parallel ranks cut: 0 nothing, 1 the optimizer's state,
 2 gradients too, 3 weights too"""
-FIXED = ("data", "max_bytes", "sequence_length", "batch_size", "seed")  # once a run has begun
+FIXED = ("data", "max_bytes", "packed", "sequence_length", "batch_size", "seed")  # in a run
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options, each with its default."""
+    parser = parser_of_loop(__doc__)
+    add = parser.add_argument
+    add("--packed", action="store_true", help="documents do not see each other")
+    add("--layers", type=count, default=4)
+    add("--heads", type=count, default=6)
+    add("--kv-heads", type=count, default=2)
+    add_experts(parser, number=0, help="in each layer; 0: none, dense layers", balance=0.01)
+    return parser.parse_args(arguments)
+
+
+def parser_of_loop(description: str | None) -> argparse.ArgumentParser:
+    """The options of any model."""
     raw = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser.set_defaults(experts=0, ep=1, etp=1, balance=0.0, bias_rate=0.0)
     add = parser.add_argument
     add("--out", type=Path, default=Path("out/run"), help="folder of the run")
     add("--data", type=Path, nargs="*", default=[], help="files, folders, .jsonl")
@@ -64,17 +80,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tp", type=count, default=1, help="tensor-parallel ranks")
     add("--dp", type=count, default=-1, help="data-parallel ranks; -1: all others")
     add("--zero", type=int, default=0, choices=range(4), help=ZERO)
-    add("--ep", type=count, default=1, help="ranks that share the experts")
-    add("--etp", type=count, default=1, help="ranks that share each expert")
     add("--sequence-parallel", action="store_true", help="cut tokens over the tp ranks too")
     add("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
     add("--hidden-size", type=count, default=192)
-    add("--layers", type=count, default=4)
-    add("--heads", type=count, default=6)
-    add("--kv-heads", type=count, default=2)
-    add("--experts", type=int, default=0, help="in each layer; 0: none, dense layers")
-    add("--top-k", type=count, default=2, help="experts of a token")
-    add("--balance", type=weight, default=0.01, help="of the loss of uneven loads")
     add("--sequence-length", type=count, default=256)
     add("--batch-size", type=count, default=16, help="sequences in a step, all ranks")
     add("--micro-batch-size", type=count, default=8, help="sequences at once, a rank")
@@ -89,7 +97,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--price-per-hour", type=amount, help="of all machines, for the report")
     add("--timeout", type=amount, default=300, help="seconds to wait for another rank")
-    return parser.parse_args(arguments)
+    return parser
+
+
+def add_experts(parser: argparse.ArgumentParser, *, number: int, help: str, balance: float) -> None:
+    """The options of models with experts."""
+    add = parser.add_argument
+    add("--ep", type=count, default=1, help="ranks that share the experts")
+    add("--etp", type=count, default=1, help="ranks that share each expert")
+    add("--experts", type=int, default=number, help=help)
+    add("--top-k", type=count, default=2, help="experts of a token")
+    add("--balance", type=weight, default=balance, help="of the loss of uneven loads")
 
 
 def count(text: str) -> int:
@@ -143,11 +161,11 @@ def mesh_of(options: argparse.Namespace) -> Mesh:
     return Mesh(**sizes, timeout=timedelta(seconds=options.timeout))
 
 
-def model_on(mesh: Mesh, options: argparse.Namespace) -> Decoder:
+def model_on(mesh: Mesh, spec: DecoderSpec, options: argparse.Namespace) -> Decoder:
     """This rank's share; one seed gives one model, however it is cut."""
     torch.manual_seed(options.seed)
     dtype, cut_tokens = getattr(torch, options.dtype), options.sequence_parallel
-    return Decoder(model_spec(options), mesh=mesh, sequence_parallel=cut_tokens, dtype=dtype)
+    return Decoder(spec, mesh=mesh, sequence_parallel=cut_tokens, dtype=dtype)
 
 
 def write_tokens(options: argparse.Namespace, *, group: Group) -> None:
@@ -180,24 +198,30 @@ def loaders(options: argparse.Namespace, *, group: Group) -> list[Callable[..., 
     ]
 
 
-def run_on(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, DecoderOutput]:
-    """Sum of the tokens' losses, how many there are, and the output; rows are of one length."""
-    rows = batch["tokens"].view(-1, model.spec.extra["max_position_embeddings"])
-    output = model(rows)
+def run_on(
+    model: Any, batch: dict[str, Any], *, packed: bool
+) -> tuple[Tensor, Tensor, DecoderOutput]:
+    """Sum of the tokens' losses, how many there are, and the output.
+
+    Tokens are rows of one length, or all documents of the batch one behind another.
+    """
+    shape = (1, -1) if packed else (-1, model.spec.extra["max_position_embeddings"])
+    rows, labels, mask = (batch[name].view(shape) for name in ("tokens", "labels", "loss_mask"))
+    bounds = {name: batch[name] for name in ("cu_seqlens", "max_seqlen")} if packed else {}
+    output = model(rows, **bounds)
     losses = parallel.vocab_parallel_cross_entropy(
         output.logits,
-        batch["labels"].view(rows.shape),
+        labels,
         vocab_size=model.spec.vocab_size,
         reduction="none",
         group=model.tp,
     )
-    mask = batch["loss_mask"].view(rows.shape)
     return (losses * mask).sum(), mask.sum(), output
 
 
-def loss_of(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def loss_of(model: Any, batch: dict[str, Any], *, packed: bool) -> tuple[Tensor, Tensor]:
     """Sum of the tokens' losses, and how many there are."""
-    return run_on(model, batch)[:2]
+    return run_on(model, batch, packed=packed)[:2]
 
 
 def shared(
@@ -236,13 +260,18 @@ def label_of(mesh: Mesh, options: argparse.Namespace) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def flops_per_token(spec: DecoderSpec) -> float:
-    """Of forward and backward; of experts those that are active."""
-    experts, length = None, spec.extra["max_position_embeddings"]
+def model_work(spec: DecoderSpec) -> list[Work]:
+    """What the parts of a model cost; of experts those that are active."""
+    experts = None
     if spec.moe is not None:
         sizes = (spec.moe.ffn_size, spec.moe.num_experts, spec.moe.top_k)
         experts = ExpertsWork(spec.hidden_size, *sizes)
-    return training_flops(decoder_work(spec, feed_forward=experts), [length]) / length
+    return decoder_work(spec, feed_forward=experts)
+
+
+def flops_per_token(work: list[Work], options: argparse.Namespace) -> float:
+    """Of forward and backward, as if a document filled each sequence."""
+    return training_flops(work, [options.sequence_length]) / options.sequence_length
 
 
 def scheduled(optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> Scheduled:
@@ -281,6 +310,7 @@ def backward(
     timer: StepTimer,
     metrics: Metrics,
     *,
+    packed: bool,
     balance: float,
 ) -> tuple[Tensor, list[Tensor]]:
     """Gradients of the mean loss of all ranks' ``num_tokens`` tokens, clipped.
@@ -290,7 +320,7 @@ def backward(
     loads = []
     for batch in micro_batches:
         with timer("forward"):
-            loss_sum, num_own, output = run_on(called, batch)
+            loss_sum, num_own, output = run_on(called, batch, packed=packed)
             uneven = sum(total for total, _ in output.losses.get("load_balance", ()))
         with timer("backward"):
             ((loss_sum + balance * uneven) / num_tokens).backward()  # and summed over the ranks
@@ -301,13 +331,35 @@ def backward(
     return norm, [torch.stack(layer).sum(0) for layer in zip(*loads, strict=True)]
 
 
-def train(options: argparse.Namespace) -> Decoder | None:
+def update(
+    optimizer: torch.optim.Optimizer,
+    model: Decoder,
+    loads: list[Tensor],
+    *,
+    bias_rate: float,
+    group: Group,
+) -> None:
+    """A step; then routers with biases on choices move them toward experts with less work."""
+    optimizer.step()
+    routers = [part for part in model.modules() if isinstance(part, TopKRouter)]
+    for router, load in zip(routers, loads, strict=True):
+        if (bias := router.e_score_correction_bias) is not None:
+            update_selection_bias(bias, load, rate=bias_rate, group=group)
+
+
+def train(
+    options: argparse.Namespace,
+    *,
+    make_spec: Callable[[argparse.Namespace], DecoderSpec] = model_spec,
+    make_work: Callable[[DecoderSpec], list[Work]] = model_work,
+) -> Decoder | None:
     """Train from the newest checkpoint, or from the start; the model if the end is reached."""
     mesh = mesh_of(options)
     dp, world = mesh.group("dp"), mesh.group("tp", "dp")
+    apart = world if options.sequence_parallel else dp  # ranks with different tokens
     write_tokens(options, group=world)
     train_batches, valid_batches = loaders(options, group=dp)
-    model = model_on(mesh, options)
+    model = model_on(mesh, make_spec(options), options)
     called, optimizer = shared(model, options, group=dp, expert_group=mesh.expert.group("edp"))
     rates = scheduled(optimizer, options)
     record = run_record(
@@ -318,7 +370,7 @@ def train(options: argparse.Namespace) -> Decoder | None:
         tokenizer="bytes",
         optimizer=optimizer,
         schedule=rates,
-        flops_per_token=flops_per_token(model.spec),
+        flops_per_token=flops_per_token(make_work(model.spec), options),
         peak_flops=matmul_peak(group=world),
         price_per_hour=options.price_per_hour,
     )
@@ -342,25 +394,35 @@ def train(options: argparse.Namespace) -> Decoder | None:
             with timer("data"):
                 micro_batches, num_tokens = next(batches)
             norm, loads = backward(
-                micro_batches, num_tokens, called, timer, metrics, balance=options.balance
+                micro_batches,
+                num_tokens,
+                called,
+                timer,
+                metrics,
+                packed=options.packed,
+                balance=options.balance,
             )
             watched.step()
             with timer("optimizer"):
                 rate = options.learning_rate * rates.set(batches.consumed)
                 sound = is_finite({"grad_norm": norm})  # that of all ranks: they agree
                 if sound:
-                    optimizer.step()
+                    update(optimizer, model, loads, bias_rate=options.bias_rate, group=apart)
                 optimizer.zero_grad()
             own_tokens = sum(batch["tokens"].numel() for batch in micro_batches)
             timer.step(tokens=num_tokens, own_tokens=own_tokens, read_bytes=own_tokens * 2)
 
             values = {**metrics.reduce(), "grad_norm": norm.item(), "learning_rate": rate}
             if done % options.evaluate_every == 0 or done == last:
-                held_out = valid_batches()
                 with timer("evaluation"):
-                    values["validation_loss"] = evaluate(called, held_out, loss=loss_of, group=dp)
-            if loads:  # of all tokens
-                values |= expert_load(loads, group=world if options.sequence_parallel else dp)
+                    values["validation_loss"] = evaluate(
+                        called,
+                        valid_batches(),
+                        loss=partial(loss_of, packed=options.packed),
+                        group=dp,
+                    )
+            if loads:
+                values |= expert_load(loads, group=apart)
             values |= {**timer.reduce(), **watched.read(), "skipped": float(not sound)}
             run.write(done - 1, values)  # first, so that a run from the checkpoint has the line
             progress.update(done - 1, values)
@@ -376,16 +438,18 @@ def train(options: argparse.Namespace) -> Decoder | None:
     return model if state["step"] == options.steps else None
 
 
-def main() -> None:
-    """Train on the ranks that torchrun started, or on one, and export what comes out."""
-    options = parse()
+def main(options: argparse.Namespace, **model: Any) -> None:
+    """Train on the ranks that torchrun started, or on one, and export what comes out.
+
+    ``model`` is for ``train``: what makes another one.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # "nccl" on GPUs
         dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
     world = Mesh().group("dp")
     try:
-        model, folder = train(options), options.out / "hf"
-        if model is not None and not folder.exists():
-            export.save_hf(model, folder, group=world)
+        trained, folder = train(options, **model), options.out / "hf"
+        if trained is not None and not folder.exists():
+            export.save_hf(trained, folder, group=world)
     except (ValueError, OSError, ArithmeticError, ckpt.CheckpointError) as error:
         sys.exit(f"rank {world.rank}: {error}")  # what a user can mend, in one line
     except KeyboardInterrupt:
@@ -396,4 +460,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(parse())

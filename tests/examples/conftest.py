@@ -1,8 +1,12 @@
 """Examples as users run them: scripts, alone or on several ranks."""
 
+import sys
+
 import pytest
 
 from tests.examples.tiny import EXAMPLES
+
+sys.path.append(str(EXAMPLES))  # where examples that build on each other look
 
 
 @pytest.fixture
