@@ -1,6 +1,7 @@
 """What holds for mixers of every kind: decoding, packing, compiling, copying."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from megablocks_core.groups import Group, Mesh
 from megablocks_core.layers.ssm import MixerState
@@ -226,6 +228,18 @@ def test_twenty_packings_compile_at_most_three_times(kind):
         bounds = torch.linspace(0, length, 3 + number % 4).long()
         compiled(tokens(length, HIDDEN, dtype=torch.float32), cu_seqlens=bounds).sum().backward()
     assert counters["stats"]["unique_graphs"] - before <= 3
+
+
+@each_kind
+def test_it_is_computed_again_in_backward(kind):
+    mixer, _ = _twins(kind)
+    results = []
+    for run in (mixer, partial(checkpoint, mixer, use_reentrant=False)):
+        mixer.zero_grad()
+        x_TH = tokens(11, HIDDEN).requires_grad_()
+        loss(run(x_TH, cu_seqlens=CU_SEQLENS)).backward()
+        results.append([x_TH.grad, *(p.grad for p in mixer.parameters())])
+    assert_close(*results, rtol=0, atol=0)
 
 
 def test_pieces_need_a_cut_over_their_ranks():
