@@ -28,7 +28,9 @@ class SequenceCut:
 
     Chunks follow ``torch.chunk``: the last ones may be shorter, or empty. Over a group of one
     every kind is the whole sequence in one piece. Lengths and pieces are plain numbers;
-    ``cu_seqlens`` is never read on the host, but on the CPU, where its values are checked.
+    ``cu_seqlens`` is never read on the host, but on the CPU, where its values are checked. Nothing
+    is sent to compare the ranks' cuts: that all are made with the same arguments is the caller's
+    business.
 
     Attributes:
         length: Tokens of the whole sequence.
