@@ -33,6 +33,7 @@ def test_parts_join_to_the_tensor_in_any_order(kind, tmp_path):
             joiner = Joiner([tensor])
             found = [joiner.add(name, parts[name][:]) for name in order]
             assert found[:-1] == [None] * (len(order) - 1)
+            assert found[-1] is not None
             name, joined = found[-1]
             assert name == tensor.name
             assert torch.equal(joined, whole)
@@ -52,6 +53,7 @@ def test_slices_of_parts_are_slices_of_what_is_read(kind, tmp_path):
 def test_what_is_handed_over_may_be_used_again():
     joiner, memory = Joiner([TENSORS["joined"]]), torch.zeros(3, 4)
     joiner.add("gate", memory)
-    _, joined = joiner.add("up", memory.fill_(1))
-    assert joined[:3].eq(0).all()
-    assert joined[3:].eq(1).all()
+    joined = joiner.add("up", memory.fill_(1))
+    assert joined is not None
+    assert joined[1][:3].eq(0).all()
+    assert joined[1][3:].eq(1).all()

@@ -117,13 +117,14 @@ def test_one_seed_is_one_model_and_state_space_values_are_their_own():
     first, second = _seeded(_spec("M*")), _seeded(_spec("M*"))
     first.reset_parameters(seed=3)
     second.reset_parameters(seed=3)
-    mixer = first.model.layers[0].mixer
+    mixer = first.get_submodule("model.layers.0.mixer")
+    assert isinstance(mixer, Mamba2)
     assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
     assert torch.equal(mixer.D, torch.ones_like(mixer.D))
     rates = mixer.A_log.exp()
     assert rates.min() >= 1
     assert rates.max() <= 16
-    assert mixer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert mixer.get_parameter("in_proj.weight").std().item() == pytest.approx(0.02, rel=0.1)
 
 
 def test_dropout_needs_the_name_of_a_stream():

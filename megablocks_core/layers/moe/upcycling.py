@@ -129,5 +129,6 @@ def _check_activation(dense: nn.Module, moe: MoE) -> None:
         return
     probe = torch.linspace(-3, 3, 13, dtype=torch.float64)
     gate, up = (probe, torch.ones_like(probe)) if ours.gated else (None, probe)
-    if not torch.allclose(theirs(probe), ours.forward(gate, up)):
+    found: Any = theirs(probe)
+    if not torch.allclose(found, ours.forward(gate, up)):
         raise ValueError(f"activation={moe.experts.activation!r} of moe must be that of dense")
