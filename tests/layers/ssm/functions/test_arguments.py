@@ -83,5 +83,18 @@ def test_what_is_optional_may_be_missing():
     check_arguments({"D": nn.Parameter(torch.zeros(2))}, x=torch.zeros(2, dtype=torch.bfloat16))
 
 
+@each_function
+def test_backward_reaches_arguments_without_tokens(function):
+    shapes = SHAPES[function]
+    given = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    tokens = {name: x[:, :0] for name, x in given.items() if x.dim() > 2}
+    leaves = {name: x.requires_grad_() for name, x in {**given, **tokens}.items()}
+    for sums in (None, torch.tensor([0, 0])):
+        y, _ = function(**leaves, cu_seqlens=sums)
+        gradients = torch.autograd.grad(y.sum(), list(leaves.values()), allow_unused=True)
+        for name, gradient in zip(leaves, gradients, strict=True):
+            assert gradient is not None or name not in tokens, name
+
+
 def _is_elsewhere(x):
     return isinstance(x, torch.Tensor) and x.is_meta

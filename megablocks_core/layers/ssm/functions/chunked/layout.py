@@ -74,7 +74,8 @@ def to_chunks(x: Tensor, chunk_size: int, documents: Documents | None) -> Tensor
         padded = pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) if missing else x
         return padded.unflatten(1, (padded.shape[1] // chunk_size, chunk_size))
     if not x.shape[1]:
-        return x.new_zeros(x.shape[0], len(documents.first), chunk_size, *x.shape[2:])
+        zeros = x.new_zeros(x.shape[0], len(documents.first), chunk_size, *x.shape[2:])
+        return zeros + x.sum()  # backward must reach x on a rank without tokens too
     filled = documents.filled.view(1, -1, *(1,) * (x.dim() - 2))
     placed = torch.where(filled, x.index_select(1, documents.token), 0)
     return placed.unflatten(1, (len(documents.first), chunk_size))
