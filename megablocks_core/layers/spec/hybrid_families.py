@@ -130,6 +130,8 @@ def write_hybrid(spec: DecoderSpec) -> Values:
     }
     if family.expand:
         config[family.expand] = _expand(spec)
+    if spec.family == "nemotron_h" and isinstance(spec.mamba, Mamba2Spec):
+        config["time_step_min"] = spec.mamba.time_step_limit[0]
     again = type(spec)(**read_hybrid(spec.family, Entries({**config, "model_type": None})))
     for name in spec.__dataclass_fields__:
         value, only = getattr(spec, name), getattr(again, name)
@@ -210,6 +212,10 @@ def _derive_mamba2(entries: Entries) -> None:
 def _derive_nemotron(entries: Entries) -> None:
     entries.take("expand")  # The product of heads is what its layers have.
     entries.default("num_key_value_heads", entries.peek("num_attention_heads"))
+    # transformers clamps by the first of these and does not read the second.
+    low = entries.take("time_step_min", 0.001)
+    entries.take("time_step_limit")
+    entries.default("time_step_limit", (low, math.inf))
     shared = entries.take("n_shared_experts", 1)
     if shared != 1:
         raise ValueError(f"n_shared_experts={shared} must be 1")
@@ -407,7 +413,6 @@ HYBRIDS = {
             "chunk_size": 128,
             "use_bias": False,
             "use_conv_bias": True,
-            "time_step_limit": (0.0, math.inf),
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
             "n_group": 1,

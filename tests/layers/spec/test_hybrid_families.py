@@ -1,13 +1,14 @@
 """Configs of models with state-space blocks are read without losing a feature, and written back."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from megablocks_core.layers import DecoderSpec
+from megablocks_core.layers import DecoderSpec, Mamba2Spec
 
 SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "initializer_range": 0.05}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -78,7 +79,20 @@ def test_to_hf_reads_alike_here_and_in_transformers(family, tmp_path):
     assert DecoderSpec.from_hf(tmp_path) == DecoderSpec.from_hf(written) == spec
     ours, theirs = again.to_dict(), config.to_dict()
     differing = {key for key in theirs if ours.get(key) != theirs[key]}
-    assert differing == {"architectures", "_name_or_path"}
+    # What transformers does not read says here what it does.
+    stated = {"time_step_limit"} if family == "nemotron_h" else set()
+    assert differing == {"architectures", "_name_or_path", *stated}
+
+
+def test_step_sizes_of_nemotron_are_limited_by_the_entry_that_transformers_reads():
+    """It clamps by ``time_step_min``, and leaves ``time_step_limit`` aside."""
+    changes = {"time_step_min": 0.02, "time_step_limit": [0.5, 1.0]}
+    spec = DecoderSpec.from_hf({**_config("nemotron_h").to_dict(), **changes})
+    assert isinstance(spec.mamba, Mamba2Spec)
+    assert spec.mamba.time_step_limit == (0.02, math.inf)
+    assert spec.to_hf()["time_step_min"] == 0.02
+    with pytest.raises(ValueError, match="^mamba="):
+        replace(spec, mamba=replace(spec.mamba, time_step_limit=(0.02, 1.0))).to_hf()
 
 
 @pytest.mark.parametrize("family", CONFIGS)
