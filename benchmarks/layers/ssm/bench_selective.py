@@ -140,7 +140,7 @@ def main() -> None:
     for peer in _peers():
         for threads in (1, 2):
             bench_peer(peer, sizes, threads=threads)
-        bench_memory(peer, sizes)
+        bench_memory(peer, Sizes(256, 512, 16))
     for length in (4096, 16384):
         bench_lengths(Sizes(1024, 512, 16), Sizes(length, 512, 16))
 
