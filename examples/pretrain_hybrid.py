@@ -12,6 +12,7 @@ opens.
 """
 
 import argparse
+import math
 from dataclasses import replace
 
 from pretrain_gpt import add_experts, count, main, parser_of_loop, weight
@@ -40,7 +41,7 @@ def make_spec(options: argparse.Namespace) -> DecoderSpec:
     """A Nemotron-H whose feed-forward layers are four times as wide as the rest."""
     end, length, hidden = data.END_OF_DOCUMENT, options.sequence_length, options.hidden_size
     blocks = options.pattern if options.experts else options.pattern.replace("E", "-")
-    width, ffn_size = head_dim(options), 4 * hidden
+    ffn_size = 4 * hidden
     spec = hybrid(
         data.VOCAB_SIZE,
         blocks,
@@ -48,11 +49,18 @@ def make_spec(options: argparse.Namespace) -> DecoderSpec:
         num_heads=options.heads if "*" in blocks else 0,
         num_kv_heads=options.kv_heads if "*" in blocks else 0,
         ffn_size=ffn_size if "-" in blocks else 0,
-        mamba=Mamba2Spec(2 * hidden // width, width, options.state_size) if "M" in blocks else None,
+        mamba=mixer(options) if "M" in blocks else None,
         moe=mixture(options) if "E" in blocks else None,
     )
     extra = {"max_position_embeddings": length, "bos_token_id": end, "eos_token_id": end}
     return replace(spec, extra=extra)
+
+
+def mixer(options: argparse.Namespace) -> Mamba2Spec:
+    """Mamba-2 with the least step size of Nemotron-H."""
+    width = head_dim(options)
+    heads = 2 * options.hidden_size // width
+    return Mamba2Spec(heads, width, options.state_size, time_step_limit=(1e-3, math.inf))
 
 
 def mixture(options: argparse.Namespace) -> MoESpec:
