@@ -1,4 +1,4 @@
-"""Which tensors the files of a model hold, and which of our logical tensors each is made of.
+"""Which tensors the files of a model hold, and which of our logical tensors they are made of.
 
 No process group and no file is touched here: who holds which slice is said by marks alone.
 """
@@ -6,35 +6,50 @@ No process group and no file is touched here: who holds which slice is said by m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-Shape = tuple[int, ...]
+from megablocks_core.export.operations import (
+    Lazy,
+    Operation,
+    Shape,
+    apply,
+    inverses,
+    outline,
+)
+
 Shapes = dict[str, Shape]
 
 
 @dataclass(frozen=True)
-class OnDisk:
-    """One tensor of the files.
+class Rule:
+    """Tensors of files, and ours, that are made of each other; most often one and one.
 
     Attributes:
-        name: Its name there.
-        shape: Of the whole.
-        parts: Our logical tensors, of one shape; their rows one behind the other are its rows.
-        stacked: Its first dimension is that of the experts, of which each has as many parts.
+        theirs: On-disk names, and whole shapes.
+        ours: Logical names.
+        operations: Lead from theirs to ours; their inverses lead back.
     """
 
-    name: str
-    shape: Shape
-    parts: tuple[str, ...]
-    stacked: bool = False
+    theirs: Mapping[str, Shape]
+    ours: tuple[str, ...]
+    operations: tuple[Operation, ...] = ()
 
-    @property
-    def part_shape(self) -> Shape:
-        """The shape of each part."""
-        rows, *rest = self.shape[1:] if self.stacked else self.shape
-        inside = len(self.parts) // self.shape[0] if self.stacked else len(self.parts)
-        return (rows // inside, *rest)
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Logical name and whole shape of each of ours."""
+        outlines = [outline(shape) for shape in self.theirs.values()]
+        return {name: tuple(one.get_shape()) for name, one in self.to_ours(outlines).items()}
+
+    def to_ours(self, theirs: Sequence[Lazy]) -> dict[str, Lazy]:
+        """Ours by name, from theirs in the order of ``theirs``."""
+        return dict(zip(self.ours, apply(self.operations, theirs), strict=True))
+
+    def to_theirs(self, ours: Sequence[Lazy]) -> dict[str, Lazy]:
+        """Theirs by name, from ours in the order of ``ours``."""
+        made = apply(inverses(self.operations), ours)
+        return dict(zip(self.theirs, made, strict=True))
 
 
 @dataclass(frozen=True)
@@ -42,24 +57,26 @@ class Layout:
     """All tensors of a model's files.
 
     Attributes:
-        tensors: In the order of the model.
+        rules: In the order of the model.
         ties: On-disk name of a tensor that is left out, and of the one that it equals.
         ignored: Names of tables that old files hold and nobody reads, "{}" for a number.
+        in_memory: Rules of transformers' modules whose tensors are not those of the files.
     """
 
-    tensors: tuple[OnDisk, ...]
+    rules: tuple[Rule, ...]
     ties: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    in_memory: tuple[Rule, ...] = ()
 
     @property
     def schema(self) -> Shapes:
         """On-disk name and whole shape of every tensor."""
-        return {tensor.name: tensor.shape for tensor in self.tensors}
+        return {name: shape for rule in self.rules for name, shape in rule.theirs.items()}
 
     @property
     def tied_parts(self) -> dict[str, str]:
         """``ties`` by logical names; what is left out has one name on either side."""
-        parts = {tensor.name: tensor.parts[0] for tensor in self.tensors}
+        parts = {name: rule.ours[0] for rule in self.rules for name in rule.theirs}
         return {name: parts[twin] for name, twin in self.ties.items()}
 
     def ignores(self, name: str) -> bool:
@@ -68,19 +85,21 @@ class Layout:
         return any(re.fullmatch(pattern, name) for pattern in patterns)
 
     def named(self, names: Iterable[str]) -> Layout:
-        """The layout as seen by a model with these tensors: ours, or named as in the files.
+        """The layout as seen by a model with these logical tensors.
 
-        A transformers model may have the names of the files in memory; its tensors then are
-        their own parts.
+        They are ours, or those of a transformers model: named as in the files, or as
+        ``in_memory`` says.
         """
         known = set(names)
-        return Layout(
-            tuple(
-                OnDisk(tensor.name, tensor.shape, (tensor.name,))
-                if tensor.name in known and not known.issuperset(tensor.parts)
-                else tensor
-                for tensor in self.tensors
-            ),
-            self.ties,
-            self.ignored,
-        )
+        used = [rule for rule in self.in_memory if known.issuperset(rule.ours)]
+        served = {name for rule in used for name in rule.theirs}
+        first = {next(iter(rule.theirs)): rule for rule in used}
+        rules: list[Rule] = []
+        for rule in self.rules:
+            if served.issuperset(rule.theirs):
+                rules += [first[name] for name in rule.theirs if name in first]
+            elif known.issuperset(rule.ours) or known.isdisjoint(rule.theirs):
+                rules.append(rule)
+            else:
+                rules += [Rule({name: shape}, (name,)) for name, shape in rule.theirs.items()]
+        return Layout(tuple(rules), self.ties, self.ignored, self.in_memory)

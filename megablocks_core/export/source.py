@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from megablocks_core.export.families import family_of
 from megablocks_core.export.layout import Layout
-from megablocks_core.export.parts import views
+from megablocks_core.export.operations import Lazy
 from megablocks_core.export.pickles import PICKLE, read_pickle
 from megablocks_core.files import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Codes of floating-point dtypes.
+FLOATS = ("BF16", "F16", "F32", "F64")
+
+
+class Found(NamedTuple):
+    """What a folder holds for one logical tensor.
+
+    Attributes:
+        names: On-disk names of all that it is made of.
+        whole: The tensor.
+    """
+
+    names: tuple[str, ...]
+    whole: Lazy
 
 
 class HfFolder:
@@ -54,23 +68,29 @@ class HfFolder:
         """Whole shape of a tensor."""
         return tuple(self.tensors[name].get_shape())
 
-    def parts(self, names: Iterable[str]) -> dict[str, tuple[str, Any]]:
+    def found(self, names: Iterable[str]) -> dict[str, Found]:
         """What the files hold for a model whose logical tensors have these ``names``.
 
         Returns:
-            Name to the on-disk name of the tensor that it is a part of, and its lazy slice.
-            Tensors that no layout describes have their own names; tables that nobody reads are
-            left out.
+            By logical name. Tensors that no layout describes have their own names; tables that
+            nobody reads are left out. A tensor whose shape is not the described one is there as
+            it is, for its name to be told.
         """
-        described = {tensor.name: tensor for tensor in self.layout.named(names).tensors}
-        found: dict[str, tuple[str, Any]] = {}
+        layout = self.layout.named(names)
+        found: dict[str, Found] = {}
+        for rule in layout.rules:
+            theirs = tuple(rule.theirs)
+            if any(name not in self.tensors for name in theirs):
+                continue
+            wrong = [name for name in theirs if self.shape(name) != rule.theirs[name]]
+            wholes = [self.tensors[name] for name in theirs]
+            ours = {} if wrong else rule.to_ours(wholes)
+            for name in rule.ours:
+                found[name] = Found(theirs, self.tensors[wrong[0]] if wrong else ours[name])
+        described = {name for rule in layout.rules for name in rule.theirs}
         for name, whole in self.tensors.items():
-            if name not in described:
-                found |= {} if self.layout.ignores(name) else {name: (name, whole)}
-            elif self.shape(name) == described[name].shape:
-                found |= {part: (name, view) for part, view in views(whole, described[name])}
-            else:
-                found |= dict.fromkeys(described[name].parts, (name, whole))
+            if name not in described and not layout.ignores(name):
+                found[name] = Found((name,), whole)
         return found
 
     def _weight_map(self) -> dict[str, str]:

@@ -1,22 +1,61 @@
 """Tensors of files and our logical tensors that they are made of."""
 
-from megablocks_core.export.layout import Layout, OnDisk
+import torch
 
-JOINED = OnDisk("gate_up", (6, 4), ("gate", "up"))
-EXPERTS = OnDisk("all", (2, 6, 4), ("g0", "u0", "g1", "u1"), stacked=True)
+from megablocks_core.export.layout import Layout, Rule
+from megablocks_core.export.operations import Join, Split, Stack, Transpose, Unstack, lazy
+
+JOINED = Rule({"gate_up": (6, 4)}, ("gate", "up"), (Split((3, 3)),))
+EXPERTS = Rule({"all": (2, 6, 4)}, ("g0", "g1", "u0", "u1"), (Split((3, 3), 1), Unstack(2)))
+APART = tuple(
+    Rule({f"e{index}.{part}": (3, 4)}, (f"ours.{index}.{part}",))
+    for index in range(2)
+    for part in ("gate", "up")
+)
+FUSED = Rule(
+    {name: (3, 4) for rule in APART for name in rule.theirs},
+    ("experts.gate_up_proj",),
+    (Join((3, 3)), Stack(2), Transpose(1, 2)),
+)
 
 
-def test_parts_have_one_shape():
-    assert JOINED.part_shape == (3, 4)
-    assert EXPERTS.part_shape == (3, 4)
-    assert OnDisk("down", (2, 4, 3), ("d0", "d1"), stacked=True).part_shape == (4, 3)
-    assert OnDisk("norm", (4,), ("norm",)).part_shape == (4,)
+def test_shapes_of_ours_follow_from_theirs():
+    assert JOINED.shapes == {"gate": (3, 4), "up": (3, 4)}
+    assert EXPERTS.shapes == dict.fromkeys(("g0", "g1", "u0", "u1"), (3, 4))
+    assert FUSED.shapes == {"experts.gate_up_proj": (2, 4, 6)}
+
+
+def test_f_169_orientation_comes_from_the_rule_where_shapes_are_equal():
+    rule = Rule({"down": (2, 4, 4)}, ("d0", "d1"), (Transpose(1, 2), Unstack(2)))
+    plain = Rule({"down": (2, 4, 4)}, ("d0", "d1"), (Unstack(2),))
+    down = torch.arange(32.0).view(2, 4, 4)
+    for expert in range(2):
+        turned = rule.to_ours([lazy(down)])[f"d{expert}"][...]
+        assert torch.equal(turned, down[expert].T)
+        assert torch.equal(plain.to_ours([lazy(down)])[f"d{expert}"][...], down[expert])
+    ours = list(rule.to_ours([lazy(down)]).values())
+    assert torch.equal(rule.to_theirs(ours)["down"][...], down)
 
 
 def test_a_model_may_have_the_names_of_the_files():
     layout = Layout((JOINED, EXPERTS), {"head": "all"}, ("t.{}",))
-    assert layout.named(["gate", "up", "g0", "u0", "g1", "u1"]) == layout
+    ours = ["gate", "up", "g0", "u0", "g1", "u1"]
+    assert layout.named(ours) == layout
     theirs = layout.named(["gate_up", "all"])
-    assert [tensor.parts for tensor in theirs.tensors] == [("gate_up",), ("all",)]
+    assert [rule.ours for rule in theirs.rules] == [("gate_up",), ("all",)]
     assert (theirs.ties, theirs.ignored) == (layout.ties, layout.ignored)
     assert (layout.tied_parts, theirs.tied_parts) == ({"head": "g0"}, {"head": "all"})
+
+
+def test_a_model_may_hold_in_one_tensor_what_files_hold_apart():
+    layout = Layout((JOINED, *APART), in_memory=(FUSED,))
+    assert layout.named([name for rule in layout.rules for name in rule.ours]) == layout
+    fused = layout.named(["gate_up", "experts.gate_up_proj"])
+    assert fused.rules == (Rule({"gate_up": (6, 4)}, ("gate_up",)), FUSED)
+    assert fused.schema == layout.schema
+
+
+def test_tables_that_nobody_reads_are_known():
+    layout = Layout((), ignored=("layers.{}.table",))
+    assert layout.ignores("layers.12.table")
+    assert not layout.ignores("layers.x.table")

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megablocks_core.export.families.weights import Config, Family, Sizes, Weight
+from megablocks_core.export.families.weights import (
+    Config,
+    Family,
+    Sizes,
+    Weight,
+    split,
+    unstack,
+)
 
 MAMBA, ATTENTION, FEED_FORWARD, EXPERTS = "M", "*", "-", "E"
 _LETTERS = {
@@ -133,8 +140,15 @@ def _granite_feed_forward() -> tuple[Weight, ...]:
         down = f"{ours}.down_proj.weight"
         theirs = f"{layer}.shared_mlp"
         return (
-            Weight(f"{theirs}.input_linear.weight", "gate_up hidden", None, gate_up, kind, 1),
-            Weight(f"{theirs}.output_linear.weight", "hidden ffn", None, down, kind, 1),
+            Weight(
+                f"{theirs}.input_linear.weight",
+                "gate_up hidden",
+                ours=gate_up,
+                kind=kind,
+                block=1,
+                steps=(split("ffn ffn"),),
+            ),
+            Weight(f"{theirs}.output_linear.weight", "hidden ffn", ours=down, kind=kind, block=1),
         )
 
     theirs = f"{layer}.block_sparse_moe"
@@ -155,6 +169,7 @@ def _granite_feed_forward() -> tuple[Weight, ...]:
             ours=gate_up,
             kind=EXPERTS,
             block=1,
+            steps=(split("expert expert", dim=1), unstack()),
         ),
         Weight(
             f"{theirs}.output_linear.weight",
@@ -162,6 +177,7 @@ def _granite_feed_forward() -> tuple[Weight, ...]:
             ours=f"{experts}.down_proj.weight",
             kind=EXPERTS,
             block=1,
+            steps=(unstack(),),
         ),
     )
 

@@ -2,7 +2,7 @@
 
 A weight has its on-disk name ("{}" stands for a layer's number, a second one for an expert's), its
 shape in sizes of the config, the config entry without which it is absent, the kind of block that
-has it, and our names where those are others.
+has it, our names where those are others, and the operations that lead from its tensor to ours.
 """
 
 from __future__ import annotations
@@ -11,10 +11,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megablocks_core.export.layout import Layout, OnDisk, Shape
+from megablocks_core.export.layout import Layout, Rule
+from megablocks_core.export.operations import Operation, Split, Transpose, Unstack
 
 Config = Mapping[str, Any]
 Sizes = dict[str, int]
+# An operation whose sizes are named.
+Step = Callable[[Sizes], Operation]
+
+
+def split(sizes: str, *, dim: int = 0, groups: str = "1") -> Step:
+    """``Split`` of sizes that are named, or numbers."""
+    return lambda known: Split(_shape(sizes, known), dim, _size(groups, known))
+
+
+def unstack(count: str = "experts") -> Step:
+    """``Unstack`` of a named size."""
+    return lambda known: Unstack(_size(count, known))
+
+
+def transpose(dim: int = 0, other: int = 1) -> Step:
+    """``Transpose``, which has no sizes."""
+    return lambda _: Transpose(dim, other)
 
 
 @dataclass(frozen=True)
@@ -25,10 +43,11 @@ class Weight:
         name: On-disk name; "{}" for the number of a layer, and then for that of an expert.
         shape: Names of sizes.
         when: Config entry that must be true; ``None`` for a weight that is always there.
-        ours: Logical name in our models, if another; several, if their rows follow each other on
-            disk; with a second "{}" that ``name`` lacks, experts are stacked on disk.
+        ours: Logical names in our models, if others, in the order in which ``steps`` give them; a
+            second "{}" that ``name`` lacks stands for all experts, one behind the other.
         kind: Letter of the blocks that have it; ``None``: all have it.
         block: Which of our blocks it is of, where a layer is several.
+        steps: Lead from the tensor on disk to ours.
     """
 
     name: str
@@ -37,6 +56,7 @@ class Weight:
     ours: str | tuple[str, ...] | None = None
     kind: str | None = None
     block: int = 0
+    steps: tuple[Step, ...] = ()
 
 
 def _as_it_is(config: Config) -> Config:
@@ -88,48 +108,55 @@ class Family:
         config = {**self.defaults, **self.in_others_words(config)}
         known = {name: value for name, value in config.items() if value is not None}
         sizes, kinds = self.sizes(known), self.kinds(known)
-        tensors = [
-            tensor
+        rules = [
+            rule
             for weight in self.weights
             if weight.when is None or known.get(weight.when)
-            for tensor in self._tensors(weight, sizes, kinds)
+            for rule in self._rules(weight, sizes, kinds)
         ]
-        owners = {tensor.parts[0]: tensor.name for tensor in tensors}
+        owners = {rule.ours[0]: name for rule in rules for name in rule.theirs}
         ties = {}
         if known.get("tie_word_embeddings"):
             ties = {name: owners[twin] for name, twin in self.ties.items()}
-        kept = tuple(tensor for tensor in tensors if tensor.name not in ties)
+        kept = tuple(rule for rule in rules if ties.keys().isdisjoint(rule.theirs))
         return Layout(kept, ties, self.ignored)
 
-    def _tensors(self, weight: Weight, sizes: Sizes, kinds: Sequence[str]) -> list[OnDisk]:
-        """All tensors of one kind."""
-        shape = tuple(_size(word, sizes) for word in weight.shape.split())
+    def _rules(self, weight: Weight, sizes: Sizes, kinds: Sequence[str]) -> list[Rule]:
+        """One for each layer, and each expert, that has the weight."""
+        shape = _shape(weight.shape, sizes)
+        operations = tuple(step(sizes) for step in weight.steps)
         if "{}" not in weight.name:
-            return [OnDisk(weight.name, shape, _ours(weight))]
-        layers = [n for n, held in enumerate(kinds) if weight.kind is None or weight.kind in held]
-        apart = weight.name.count("{}") > 1
-        found = []
-        for layer in layers:
-            own = layer * self.blocks + weight.block
-            for expert in range(sizes["experts"]) if apart else (0,):
-                found.append(_layer_tensor(weight, shape, (layer, expert), own, sizes))
-        return found
+            return [Rule({weight.name: shape}, _ours(weight), operations)]
+        experts = range(sizes["experts"]) if weight.name.count("{}") > 1 else (0,)
+        return [
+            Rule(
+                {weight.name.format(layer, expert): shape},
+                _numbered(weight, layer * self.blocks + weight.block, expert, sizes),
+                operations,
+            )
+            for layer, held in enumerate(kinds)
+            if weight.kind is None or weight.kind in held
+            for expert in experts
+        ]
 
 
-def _layer_tensor(
-    weight: Weight, shape: Shape, numbers: tuple[int, int], own: int, sizes: Sizes
-) -> OnDisk:
-    """The tensor of one layer, and of one expert if those are apart on disk."""
-    ours = _ours(weight)
-    stacked = ours[0].count("{}") > weight.name.count("{}")
-    experts = range(sizes["experts"]) if stacked else numbers[1:]
-    parts = tuple(name.format(own, expert) for expert in experts for name in ours)
-    return OnDisk(weight.name.format(*numbers), shape, parts, stacked)
+def _numbered(weight: Weight, block: int, expert: int, sizes: Sizes) -> tuple[str, ...]:
+    """Our names of the weight of one block, and of one expert or of all."""
+    numbers = weight.name.count("{}")
+    return tuple(
+        name.format(block, one)
+        for name in _ours(weight)
+        for one in (range(sizes["experts"]) if name.count("{}") > numbers else (expert,))
+    )
 
 
 def _ours(weight: Weight) -> tuple[str, ...]:
     ours = weight.name if weight.ours is None else weight.ours
     return (ours,) if isinstance(ours, str) else ours
+
+
+def _shape(words: str, sizes: Sizes) -> tuple[int, ...]:
+    return tuple(_size(word, sizes) for word in words.split())
 
 
 def _size(word: str, sizes: Sizes) -> int:

@@ -85,8 +85,9 @@ def test_names_of_experts_are_ours():
         ("mixtral", "block_sparse_moe.experts.2.w3.weight", "mlp.experts.2.up_proj.weight"),
         ("qwen3_moe", "mlp.experts.2.up_proj.weight", "mlp.experts.2.up_proj.weight"),
     ):
-        parts = {tensor.name: tensor.parts for tensor in FAMILIES[family].layout(config).tensors}
-        assert parts[f"model.layers.1.{theirs}"] == (f"model.layers.1.{ours}",)
+        rules = FAMILIES[family].layout(config).rules
+        names = {name: rule.ours for rule in rules for name in rule.theirs}
+        assert names[f"model.layers.1.{theirs}"] == (f"model.layers.1.{ours}",)
 
 
 def _written(model, folder):

@@ -1,0 +1,152 @@
+"""Load the weights of a folder in Hugging Face's format into a model, at any layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megablocks_core.export.materialize import computed_tables, materialize
+from megablocks_core.export.source import FLOATS, Found, HfFolder
+from megablocks_core.groups import (
+    LOCAL,
+    Group,
+    Specs,
+    load_slices,
+    logical_shape,
+    logical_tensors,
+    together,
+)
+from megablocks_core.groups.stacks import Stack, separate_names
+
+
+def load_hf(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    group: Group = LOCAL,
+    device: torch.device | str | None = None,
+) -> None:
+    """Fill ``model``, at any layout, from a Hugging Face folder.
+
+    Every rank reads its own slices. Values are cast to the dtype of the model's tensors.
+    What is on ``meta`` gets memory; buffers that no checkpoint holds (rotary tables of
+    transformers' modules) are computed again. Sends two small messages.
+
+    Args:
+        model: A ``Decoder``, or any module whose names are Hugging Face's, such as a
+            transformers model cut by ``tensor_parallelize``.
+        path: A folder with ``config.json`` and safetensors, in one file or with an index.
+        group: All ranks that load; over ``LOCAL`` each reads for itself.
+        device: Where what is on ``meta`` gets memory; default torch's default device.
+
+    Raises:
+        ValueError: The folder is not whole, a tensor on either side has no partner or another
+            shape, or a buffer on ``meta`` cannot be computed; nothing was changed.
+        RuntimeError: Another rank failed while reading.
+    """
+    folder = Path(path)
+    place = torch.get_default_device() if device is None else torch.device(device)
+    task = f"load_hf({str(folder)!r})"
+    with together(task, group=group):
+        source = HfFolder(folder)
+        plan = _partners(model, source)
+        tables = computed_tables(model, place)
+    with together(task, group=group):
+        materialize(model, tables, place)
+        filled: set[int] = set()
+        for name, tensor, specs in logical_tensors(model):
+            if name in plan and id(tensor) not in filled:
+                filled.add(id(tensor))
+                load_slices(tensor, specs, plan[name])
+
+
+def parts_of(name: str, tensor: Tensor, specs: Specs) -> list[str]:
+    """The logical names under which files hold a tensor: one, or those that it stacks."""
+    if specs.each is None:
+        return [name]
+    return separate_names(name, specs.each, logical_shape(tensor, specs)[0])
+
+
+def _partners(model: nn.Module, source: HfFolder) -> dict[str, Any]:
+    """For each logical name of ``model`` the lazy slice of the folder that it is filled from.
+
+    Both sides are covered or it raises.
+    """
+    wanted = list(logical_tensors(model))
+    parts = {name: parts_of(name, tensor, specs) for name, tensor, specs in wanted}
+    known = [part for own in parts.values() for part in own]
+    on_disk = source.found(known)
+    ties = source.layout.named(known).tied_parts
+    found = {
+        name: {part: on_disk.get(part) or on_disk.get(ties.get(part, "")) for part in own}
+        for name, own in parts.items()
+    }
+    whole = {name for name, held in found.items() if all(held.values())}
+    served = {id(tensor) for name, tensor, _ in wanted if name in whole}
+    missing = [
+        part
+        for name, tensor, _ in wanted
+        if id(tensor) not in served
+        for part, disk in found[name].items()
+        if not disk
+    ]
+    used = {one for held in found.values() for disk in held.values() if disk for one in disk.names}
+    unused = sorted({one for disk in on_disk.values() for one in disk.names} - used)
+    faults = []
+    if missing:
+        faults.append(f"the folder lacks {missing}")
+    if unused:
+        faults.append(f"the model lacks {unused}")
+    plan = {name: {part: disk for part, disk in found[name].items() if disk} for name in whole}
+    for name, tensor, specs in wanted:
+        if name in plan:
+            faults += _misfits(tensor, specs, plan[name])
+    if not faults:
+        faults = _untrue_ties(wanted, plan, ties)
+    if faults:
+        raise ValueError(f"{source.path} does not fit the model: " + "; ".join(faults))
+    stacked = {name for name, _, specs in wanted if specs.each is not None}
+    return {name: _source(disk, stacked=name in stacked) for name, disk in plan.items()}
+
+
+def _source(held: Mapping[str, Found], *, stacked: bool) -> Any:
+    """The one tensor as a lazy slice, or all of them, of one shape, as their stack."""
+    slices = {name: one.whole for name, one in held.items()}
+    return Stack(slices, list(slices)) if stacked else next(iter(slices.values()))
+
+
+def _misfits(tensor: Tensor, specs: Specs, held: Mapping[str, Found]) -> list[str]:
+    want, faults = logical_shape(tensor, specs), []
+    if specs.each is not None:
+        want = want[1:]
+    for part, (_, whole) in held.items():
+        have, code = tuple(whole.get_shape()), whole.get_dtype()
+        if want != have:
+            faults.append(f"{part} has shape {want}, on disk {have}")
+        if tensor.is_floating_point() != (code in FLOATS):
+            faults.append(f"{part} is {tensor.dtype}, which {code} on disk cannot be cast to")
+    return faults
+
+
+def _untrue_ties(
+    wanted: list[tuple[str, Tensor, Specs]],
+    plan: Mapping[str, Mapping[str, Found]],
+    ties: Mapping[str, str],
+) -> list[str]:
+    """Tensors that the model or the config ties and that differ on disk."""
+    first: dict[int, str] = {}
+    pairs = [(plan[a], plan[b]) for a, b in ties.items() if a in plan and b in plan]
+    for name, tensor, _ in wanted:
+        if name in plan:
+            pairs.append((plan[name], plan[first.setdefault(id(tensor), name)]))
+    return [
+        f"{', '.join(a)} and {', '.join(b)} are tied, but differ on disk"
+        for left, right in pairs
+        for (a, one), (b, other) in zip(left.values(), right.values(), strict=True)
+        if a != b and not torch.equal(one[:], other[:])
+    ]

@@ -1,0 +1,469 @@
+"""Operations that lead from tensors of files to ours, each with its inverse.
+
+An operation takes some tensors and gives some. Tensors are lazy: shapes are known at once, values
+are read box by box, so that a rank reads what it holds and no more. The same operations work on
+slices of files and on tensors in memory (``lazy``); no process group and no file is touched here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Box = tuple[slice, ...]
+
+
+class Lazy(Protocol):
+    """A tensor whose values are read when a box of it is asked for, as safetensors gives them."""
+
+    def get_shape(self) -> Sequence[int]:
+        """The shape of the whole."""
+        ...
+
+    def get_dtype(self) -> str:
+        """The dtype, as safetensors writes it."""
+        ...
+
+    def __getitem__(self, box: Any) -> Tensor:
+        """The values of a box: slices without steps, for the first dimensions or for all."""
+        ...
+
+
+class Operation(Protocol):
+    """A step from tensors of files to ours, or back.
+
+    Attributes:
+        takes: How many tensors it takes.
+    """
+
+    @property
+    def takes(self) -> int: ...  # noqa: D102 (said above)
+
+    @property
+    def inverse(self) -> Operation:
+        """What undoes it."""
+        ...
+
+    def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
+        """Apply it to ``takes`` tensors.
+
+        Raises:
+            ValueError: A shape is not what it works on.
+        """
+        ...
+
+
+class View:
+    """What an operation gives.
+
+    Args:
+        shape: Of the whole.
+        dtype: As safetensors writes it.
+        read: Gives the values of a box with a slice for each dimension.
+    """
+
+    def __init__(self, shape: Shape, dtype: str, read: Callable[[Box], Tensor]) -> None:
+        self._shape, self._dtype, self._read = shape, dtype, read
+
+    def get_shape(self) -> Shape:
+        """The shape of the whole."""
+        return self._shape
+
+    def get_dtype(self) -> str:
+        """The dtype, as safetensors writes it."""
+        return self._dtype
+
+    def __getitem__(self, box: Any) -> Tensor:
+        given = box if isinstance(box, tuple) else (box,)
+        slices = [] if given[:1] == (...,) else list(given)
+        slices += [slice(None)] * (len(self._shape) - len(slices))
+        ends = [part.indices(size) for part, size in zip(slices, self._shape, strict=True)]
+        return self._read(tuple(slice(start, max(start, stop)) for start, stop, _ in ends))
+
+
+def lazy(tensor: Tensor, dtype: str = "") -> Lazy:
+    """A tensor in memory."""
+    return View(tuple(tensor.shape), dtype, lambda box: tensor[box])
+
+
+def outline(shape: Shape) -> Lazy:
+    """A shape without values."""
+
+    def read(_: Box) -> Tensor:
+        raise AssertionError("an outline has no values")
+
+    return View(shape, "", read)
+
+
+def apply(operations: Sequence[Operation], tensors: Sequence[Lazy]) -> list[Lazy]:
+    """Apply operations one behind the other, each to all tensors, as many as it takes at a time."""
+    held = list(tensors)
+    for operation in operations:
+        count = operation.takes
+        if len(held) % count:
+            raise ValueError(f"{operation} takes {count} tensors at a time, not {len(held)}")
+        groups = [held[first : first + count] for first in range(0, len(held), count)]
+        held = [made for group in groups for made in operation(group)]
+    return held
+
+
+def inverses(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """What undoes ``operations``."""
+    return tuple(operation.inverse for operation in reversed(operations))
+
+
+@dataclass(frozen=True)
+class Split:
+    """One tensor into parts that lie side by side, in each of ``groups`` equal groups.
+
+    ``groups=1`` undoes a concatenation. With more, a part is made of its pieces in all groups:
+    ``Split((1, 1), groups=n)`` takes rows apart that alternate.
+
+    Attributes:
+        sizes: Of each part, within one group.
+        dim: The dimension that is split.
+        groups: How many times the parts come.
+    """
+
+    sizes: tuple[int, ...]
+    dim: int = 0
+    groups: int = 1
+    takes = 1
+
+    @property
+    def inverse(self) -> Operation:
+        """Puts the parts side by side again."""
+        return Join(self.sizes, self.dim, self.groups)
+
+    def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
+        """The parts of the one tensor."""
+        (whole,) = tensors
+        shape = _shape(whole)
+        _check_size(self, shape, self.dim, sum(self.sizes) * self.groups)
+        starts = accumulate(self.sizes, initial=0)
+        return [
+            View(
+                _resized(shape, self.dim, size * self.groups),
+                whole.get_dtype(),
+                self._reader(whole, start, size),
+            )
+            for start, size in zip(starts, self.sizes, strict=False)
+        ]
+
+    def _reader(self, whole: Lazy, start: int, size: int) -> Callable[[Box], Tensor]:
+        dim, span = self.dim, sum(self.sizes)
+
+        def read(box: Box) -> Tensor:
+            first, last = box[dim].start, box[dim].stop
+            if self.groups == 1:
+                return whole[_with(box, dim, start + first, start + last)]
+            group, count, skipped = _groups(first, last, size)
+            found = whole[_with(box, dim, group * span, (group + count) * span)]
+            own = found.unflatten(dim, (count, span)).narrow(dim + 1, start, size)
+            return own.flatten(dim, dim + 1).narrow(dim, skipped, last - first)
+
+        return read
+
+
+@dataclass(frozen=True)
+class Join:
+    """Parts into one tensor, side by side in each of ``groups`` groups; undoes ``Split``.
+
+    Attributes:
+        sizes: Of each part, within one group.
+        dim: The dimension along which they are joined.
+        groups: How many times the parts come.
+    """
+
+    sizes: tuple[int, ...]
+    dim: int = 0
+    groups: int = 1
+
+    @property
+    def takes(self) -> int:
+        """As many as there are sizes."""
+        return len(self.sizes)
+
+    @property
+    def inverse(self) -> Operation:
+        """Takes the parts apart again."""
+        return Split(self.sizes, self.dim, self.groups)
+
+    def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
+        """The one tensor of its parts."""
+        shapes = [_shape(part) for part in tensors]
+        for shape, size in zip(shapes, self.sizes, strict=True):
+            _check_size(self, shape, self.dim, size * self.groups)
+            if _resized(shape, self.dim, 0) != _resized(shapes[0], self.dim, 0):
+                raise ValueError(f"{self} joins what is alike but in its dim, not {shapes}")
+        whole = _resized(shapes[0], self.dim, sum(self.sizes) * self.groups)
+        return [View(whole, tensors[0].get_dtype(), self._reader(tensors))]
+
+    def _reader(self, parts: Sequence[Lazy]) -> Callable[[Box], Tensor]:
+        dim, span = self.dim, sum(self.sizes)
+        starts = list(accumulate(self.sizes, initial=0))
+
+        def read(box: Box) -> Tensor:
+            first, last = box[dim].start, box[dim].stop
+            if self.groups == 1:
+                return torch.cat(
+                    [
+                        part[_with(box, dim, max(first - start, 0), min(last - start, size))]
+                        for part, start, size in zip(parts, starts, self.sizes, strict=False)
+                        if max(first, start) < min(last, start + size)
+                    ]
+                    or [parts[0][_with(box, dim, 0, 0)]],
+                    dim,
+                )
+            group, count, skipped = _groups(first, last, span)
+            found = [
+                part[_with(box, dim, group * size, (group + count) * size)].unflatten(
+                    dim, (count, size)
+                )
+                for part, size in zip(parts, self.sizes, strict=True)
+            ]
+            flat = torch.cat(found, dim + 1).flatten(dim, dim + 1)
+            return flat.narrow(dim, skipped, last - first)
+
+        return read
+
+
+@dataclass(frozen=True)
+class Unstack:
+    """One tensor into those of its first dimension, as the experts of a stack.
+
+    Attributes:
+        count: The length of that dimension.
+    """
+
+    count: int
+    takes = 1
+
+    @property
+    def inverse(self) -> Operation:
+        """Stacks them again."""
+        return Stack(self.count)
+
+    def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
+        """The tensors of the stack."""
+        (whole,) = tensors
+        shape = _shape(whole)
+        _check_size(self, shape, 0, self.count)
+
+        def reader(index: int) -> Callable[[Box], Tensor]:
+            return lambda box: whole[(slice(index, index + 1), *box)].squeeze(0)
+
+        dtype = whole.get_dtype()
+        return [View(shape[1:], dtype, reader(index)) for index in range(self.count)]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Tensors of one shape into one, along a new first dimension; undoes ``Unstack``.
+
+    Attributes:
+        count: How many.
+    """
+
+    count: int
+
+    @property
+    def takes(self) -> int:
+        """As many as are stacked."""
+        return self.count
+
+    @property
+    def inverse(self) -> Operation:
+        """Takes the stack apart."""
+        return Unstack(self.count)
+
+    def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
+        """The stack."""
+        shapes = {_shape(part) for part in tensors}
+        if len(shapes) > 1:
+            raise ValueError(f"{self} takes tensors of one shape, not {sorted(shapes)}")
+
+        def read(box: Box) -> Tensor:
+            which, *inside = box
+            found = [part[tuple(inside)] for part in tensors[which]]
+            return torch.stack(found) if found else tensors[0][tuple(inside)].unsqueeze(0)[:0]
+
+        return [View((self.count, *shapes.pop()), tensors[0].get_dtype(), read)]
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """Swaps two dimensions; undoes itself.
+
+    Attributes:
+        dim: One dimension.
+        other: The other.
+    """
+
+    dim: int = 0
+    other: int = 1
+    takes = 1
+
+    @property
+    def inverse(self) -> Operation:
+        """The same."""
+        return self
+
+    def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
+        """The tensor with its dimensions swapped."""
+        (whole,) = tensors
+        shape = self._swapped(_shape(whole))
+
+        def read(box: Box) -> Tensor:
+            return whole[self._swapped(box)].transpose(self.dim, self.other)
+
+        return [View(shape, whole.get_dtype(), read)]
+
+    def _swapped(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        found = list(values)
+        if max(self.dim, self.other) >= len(found):
+            raise ValueError(f"{self} must be of dimensions that {len(found)} dimensions have")
+        found[self.dim], found[self.other] = found[self.other], found[self.dim]
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Adds zeros behind the last rows, or cuts rows off, as a padded vocabulary has more.
+
+    Adding undoes cutting only where zeros were cut.
+
+    Attributes:
+        before: Rows that a tensor has.
+        after: Rows that it shall have.
+        dim: The dimension of the rows.
+    """
+
+    before: int
+    after: int
+    dim: int = 0
+    takes = 1
+
+    @property
+    def inverse(self) -> Operation:
+        """Back to as many rows as before."""
+        return Resize(self.after, self.before, self.dim)
+
+    def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
+        """The tensor with more rows, or fewer."""
+        (whole,) = tensors
+        shape, dim = _shape(whole), self.dim
+        _check_size(self, shape, dim, self.before)
+
+        def read(box: Box) -> Tensor:
+            first, last = box[dim].start, box[dim].stop
+            ends = min(first, self.before), min(last, self.before)
+            found = whole[_with(box, dim, *ends)]
+            missing = (last - first) - (ends[1] - ends[0])
+            if not missing:
+                return found
+            zeros = found.new_zeros(_resized(tuple(found.shape), dim, missing))
+            return torch.cat([found, zeros], dim)
+
+        return [View(_resized(shape, dim, self.after), whole.get_dtype(), read)]
+
+
+@dataclass(frozen=True)
+class Offset:
+    """Adds a number, as norms have it whose weights are stored around zero.
+
+    Exact to rounding alone: where bits must come back, a layer knows the offset instead.
+
+    Attributes:
+        by: The number.
+    """
+
+    by: float
+    takes = 1
+
+    @property
+    def inverse(self) -> Operation:
+        """Subtracts it."""
+        return Offset(-self.by)
+
+    def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
+        """The sum."""
+        return [_mapped(tensors[0], lambda values: values + self.by)]
+
+
+@dataclass(frozen=True)
+class Decay:
+    """``A = -exp(A_log)``, the decay rates of state-space layers; exact to rounding."""
+
+    takes = 1
+
+    @property
+    def inverse(self) -> Operation:
+        """``A_log = log(-A)``."""
+        return LogDecay()
+
+    def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
+        """The rates."""
+        return [_mapped(tensors[0], lambda values: -values.exp())]
+
+
+@dataclass(frozen=True)
+class LogDecay:
+    """``A_log = log(-A)``; undoes ``Decay``."""
+
+    takes = 1
+
+    @property
+    def inverse(self) -> Operation:
+        """``A = -exp(A_log)``."""
+        return Decay()
+
+    def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
+        """The logarithms."""
+        return [_mapped(tensors[0], lambda values: (-values).log())]
+
+
+def _mapped(whole: Lazy, function: Callable[[Tensor], Tensor]) -> Lazy:
+    """Each value through a function, computed in float64 and rounded once."""
+
+    def read(box: Box) -> Tensor:
+        values = whole[box]
+        return function(values.double()).to(values.dtype)
+
+    return View(_shape(whole), whole.get_dtype(), read)
+
+
+def _shape(tensor: Lazy) -> Shape:
+    return tuple(tensor.get_shape())
+
+
+def _resized(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _with(box: Box, dim: int, start: int, stop: int) -> Box:
+    """``box`` with other ends in one dimension."""
+    return (*box[:dim], slice(start, stop), *box[dim + 1 :])
+
+
+def _groups(first: int, last: int, size: int) -> tuple[int, int, int]:
+    """Which groups of ``size`` rows hold rows [first, last).
+
+    Returns:
+        The first group, how many there are, and how many rows of theirs come before.
+    """
+    if first == last:
+        return 0, 0, 0
+    group = first // size
+    return group, -(-last // size) - group, first - group * size
+
+
+def _check_size(operation: Operation, shape: Shape, dim: int, size: int) -> None:
+    if dim >= len(shape) or shape[dim] != size:
+        raise ValueError(f"{operation} needs size {size} in dim {dim}, not shape {shape}")

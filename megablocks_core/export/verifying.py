@@ -1,0 +1,68 @@
+"""Check a folder against the tensors that its config describes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megablocks_core.export.families import FAMILIES, family_of
+from megablocks_core.export.layout import Layout, Shapes
+from megablocks_core.export.source import FLOATS, HfFolder
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Check that a folder's files are whole and hold what its ``config.json`` describes.
+
+    Reads headers only; values are not looked at.
+
+    Raises:
+        ValueError: What is wrong, by name.
+    """
+    source = HfFolder(Path(path))
+    layout = layout_of(source.config)
+    shapes = {name: source.shape(name) for name in source.tensors if not layout.ignores(name)}
+    schema = layout.schema
+    for name, twin in layout.ties.items():
+        if name not in schema and shapes.get(name) == schema[twin]:
+            del shapes[name]  # written although tied, as old checkpoints do
+    check_schema(shapes, schema)
+    strange = [name for name in shapes if source.tensors[name].get_dtype() not in FLOATS]
+    if strange:
+        raise ValueError(f"{path}: {strange} must have one of the dtypes {', '.join(FLOATS)}")
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout:
+    """The layout of a config's files.
+
+    Raises:
+        ValueError: The family is unknown, or a size is missing.
+    """
+    family = family_of(config)
+    if family is None:
+        name = config.get("model_type")
+        raise ValueError(f"model_type={name!r} must be one of {', '.join(FAMILIES)}")
+    if "quantization_config" in config:
+        raise ValueError("quantization_config must be absent: quantised folders are not served yet")
+    return family.layout(config)
+
+
+def check_schema(shapes: Shapes, schema: Shapes) -> None:
+    """Compare what there is with what the config describes.
+
+    Raises:
+        ValueError: Names are missing or left over, or shapes differ.
+    """
+    faults = []
+    if missing := [name for name in schema if name not in shapes]:
+        faults.append(f"missing {missing}")
+    if unknown := [name for name in shapes if name not in schema]:
+        faults.append(f"not described {unknown}")
+    faults += [
+        f"{name} has shape {shape}, described as {schema[name]}"
+        for name, shape in shapes.items()
+        if schema.get(name, shape) != shape
+    ]
+    if faults:
+        raise ValueError("tensors must be those that config.json describes: " + "; ".join(faults))
