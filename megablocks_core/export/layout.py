@@ -74,6 +74,11 @@ class Layout:
         return {name: shape for rule in self.rules for name, shape in rule.theirs.items()}
 
     @property
+    def order(self) -> list[str]:
+        """The logical names, in the order in which files hold what is made of them."""
+        return [name for rule in self.rules for name in rule.ours]
+
+    @property
     def tied_parts(self) -> dict[str, str]:
         """``ties`` by logical names; what is left out has one name on either side."""
         parts = {name: rule.ours[0] for rule in self.rules for name in rule.theirs}

@@ -7,6 +7,8 @@ has it, our names where those are others, and the operations that lead from its 
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,8 +120,8 @@ class Family:
         ties = {}
         if known.get("tie_word_embeddings"):
             ties = {name: owners[twin] for name, twin in self.ties.items()}
-        kept = tuple(rule for rule in rules if ties.keys().isdisjoint(rule.theirs))
-        return Layout(kept, ties, self.ignored)
+        kept = [rule for rule in rules if ties.keys().isdisjoint(rule.theirs)]
+        return Layout(tuple(_by_layer(kept)), ties, self.ignored)
 
     def _rules(self, weight: Weight, sizes: Sizes, kinds: Sequence[str]) -> list[Rule]:
         """One for each layer, and each expert, that has the weight."""
@@ -138,6 +140,16 @@ class Family:
             if weight.kind is None or weight.kind in held
             for expert in experts
         ]
+
+
+def _by_layer(rules: Sequence[Rule]) -> list[Rule]:
+    """One layer behind the other; what stands before the layers, or behind, stays there."""
+    places, after = [], False
+    for rule in rules:
+        number = re.search(r"(?:^|\.)(\d+)\.", next(iter(rule.theirs)))
+        after = after or number is not None
+        places.append(int(number[1]) if number else math.inf if after else -1)
+    return [rules[index] for index in sorted(range(len(rules)), key=places.__getitem__)]
 
 
 def _numbered(weight: Weight, block: int, expert: int, sizes: Sizes) -> tuple[str, ...]:

@@ -48,12 +48,12 @@ FAMILY = Family(
 )
 
 
-def test_rows_become_tensors_in_order():
+def test_rows_become_tensors_layer_by_layer():
     assert FAMILY.layout({"size": 1, "has_bias": False}).rules == (
         Rule({"wte": (9, 4)}, ("embed.weight",)),
         Rule({"h.0.attn.w": (4, 1)}, ("layers.0.weight",)),
-        Rule({"h.1.attn.w": (4, 1)}, ("layers.2.weight",)),
         Rule({"h.0.gate_up": (6, 4)}, ("l.1.gate", "l.1.up"), (Split((3, 3)),)),
+        Rule({"h.1.attn.w": (4, 1)}, ("layers.2.weight",)),
         Rule({"h.1.e.0.w": (4,)}, ("l.3.experts.0.w",)),
         Rule({"h.1.e.1.w": (4,)}, ("l.3.experts.1.w",)),
         Rule(
@@ -67,7 +67,8 @@ def test_rows_become_tensors_in_order():
 
 def test_options_and_ties_follow_the_config():
     names = list(FAMILY.layout({"size": 1}).schema)
-    assert names[-3:] == ["h.0.bias", "h.1.bias", "head"]
+    assert names[-2:] == ["h.1.bias", "head"]
+    assert names.index("h.0.bias") < names.index("h.1.attn.w")
     layout = FAMILY.layout({"size": 1, "tie_word_embeddings": True})
     assert layout.ties == {"head": "wte"}
     assert layout.tied_parts == {"head": "embed.weight"}
