@@ -12,6 +12,7 @@ from megablocks_core.export.families import family_of
 from megablocks_core.export.layout import Layout
 from megablocks_core.export.operations import Lazy
 from megablocks_core.export.pickles import PICKLE, read_pickle
+from megablocks_core.export.quantised import dequantised
 from megablocks_core.files import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -37,12 +38,13 @@ class HfFolder:
 
     Attributes:
         config: The entries of ``config.json``.
-        tensors: On-disk name to lazy slice (``get_shape()``, ``get_dtype()``, indexing).
+        tensors: On-disk name to lazy slice (``get_shape()``, ``get_dtype()``, indexing); what is
+            quantised is there as the plain tensor that it stands for.
         layout: What its config describes; empty for a ``model_type`` that nobody knows.
 
     Raises:
         ValueError: A file is missing or damaged, files and index disagree, or the config lacks
-            a size.
+            a size, or names a quantisation that is not served or that the tensors do not have.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,6 +65,7 @@ class HfFolder:
                 f"{sorted(set(listed) - set(self.tensors))}, only in the files "
                 f"{sorted(set(self.tensors) - set(listed))}"
             )
+        self.tensors = dequantised(self.tensors, self.config)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of a tensor."""

@@ -43,8 +43,6 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     if family is None:
         name = config.get("model_type")
         raise ValueError(f"model_type={name!r} must be one of {', '.join(FAMILIES)}")
-    if "quantization_config" in config:
-        raise ValueError("quantization_config must be absent: quantised folders are not served yet")
     return family.layout(config)
 
 

@@ -24,6 +24,7 @@ INERT = {
     "id2label",
     "label2id",
     "max_window_layers",
+    "quantization_config",  # how files hold weights, which whoever reads them knows or refuses
 }
 
 
