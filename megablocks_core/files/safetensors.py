@@ -37,7 +37,9 @@ DTYPE_CODES = {
     torch.float64: "F64",
 }
 
-_SIZES = {code: dtype.itemsize for dtype, code in DTYPE_CODES.items()}
+# Dtypes by these names, and by those of what is read but not written.
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+DTYPES |= {"F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64}
 # What other readers of the format accept.
 _LONGEST_HEADER = 100_000_000
 
@@ -91,13 +93,13 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry
 
     Raises:
         ValueError: The header says what cannot be: it is longer than the file or than 100 MB, is
-            no JSON of the format, or its tensors overlap or do not fill the file.
+            no JSON of the format, a name comes twice, or its tensors overlap or do not fill the file.
     """
     length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
     if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
         raise ValueError(f"a header of {length} bytes cannot be in a file of {size}")
     try:
-        header = json.loads(read(8, 8 + length))
+        header = json.loads(read(8, 8 + length), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the header is not JSON: {error}") from error
     if not isinstance(header, dict):
@@ -118,13 +120,23 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry
     return entries
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, in which each name comes once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"names must come once: {twice}")
+    return found
+
+
 def _span(name: str, one: Any) -> tuple[int, int]:
     """The data offsets of one entry of a header, which must be of the right types and size."""
     entry = one if isinstance(one, dict) else {}
     code, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if isinstance(code, str) and code in _SIZES and _are_lengths(shape) and _are_lengths(span):
+    if isinstance(code, str) and code in DTYPES and _are_lengths(shape) and _are_lengths(span):
         start, stop = span if len(span) == 2 else (0, -1)
-        if stop - start == prod(shape) * _SIZES[code]:
+        if stop - start == prod(shape) * DTYPES[code].itemsize:
             return start, stop
     raise ValueError(f"the header's entry of {name!r} cannot be: {str(one)[:99]}")
 
@@ -146,14 +158,25 @@ class SafetensorsWriter:
         self, path: Path, wholes: Sequence[Whole], *, metadata: dict[str, str] | None = None
     ) -> None:
         self._waiting = list(wholes)[::-1]
-        self._offset = 0
+        self._offset = self._left = 0
         self._file = disk.create(path)
         self._write(memoryview(layout(wholes, metadata).header))
+        self._begin()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor, which must be the next of ``wholes`` and lie on the CPU."""
-        assert Whole(name, tuple(tensor.shape), tensor.dtype) == self._waiting.pop()
-        self._write(as_bytes(tensor).numpy().data)
+        assert Whole(name, tuple(tensor.shape), tensor.dtype) == self._waiting[-1]
+        self.write(tensor)
+
+    def write(self, values: Tensor) -> None:
+        """Write the next values of the next tensor, which lie on the CPU; in any shape."""
+        data = memoryview(as_bytes(values).numpy())
+        self._left -= data.nbytes
+        assert values.dtype == self._waiting[-1].dtype and self._left >= 0
+        self._write(data)
+        if not self._left:
+            self._waiting.pop()
+            self._begin()
 
     def finish(self) -> None:
         """Sync and close the file."""
@@ -167,6 +190,13 @@ class SafetensorsWriter:
             os.close(self._file)
             self._file = -1
 
+    def _begin(self) -> None:
+        """Go on to the next tensor that has values."""
+        while self._waiting and not (left := self._waiting[-1].nbytes):
+            self._waiting.pop()
+        self._left = self._waiting[-1].nbytes if self._waiting else 0
+
     def _write(self, data: memoryview) -> None:
         disk.write(self._file, [data], self._offset)
+        disk.begin_sync(self._file, self._offset, data.nbytes)
         self._offset += data.nbytes

@@ -11,7 +11,7 @@ from torch import Tensor
 from megablocks_core.ckpt.tools.checkpoint import Checkpoint, Held
 from megablocks_core.ckpt.tools.drafting import write_checkpoint
 from megablocks_core.ckpt.tools.opening import open_checkpoint
-from megablocks_core.ckpt.tools.progress import Progress
+from megablocks_core.files.progress import Progress
 from megablocks_core.groups.cuts import Box
 
 

@@ -29,7 +29,7 @@ from megablocks_core.ckpt.tools.converting import convert
 from megablocks_core.ckpt.tools.differing import diff
 from megablocks_core.ckpt.tools.inspecting import inspect, inspect_text
 from megablocks_core.ckpt.tools.opening import open_checkpoint
-from megablocks_core.ckpt.tools.progress import Progress
+from megablocks_core.files.progress import Progress
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

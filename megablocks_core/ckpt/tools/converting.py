@@ -10,7 +10,7 @@ from megablocks_core.ckpt.tools.drafting import write_checkpoint
 from megablocks_core.ckpt.tools.megatron import MegatronCheckpoint
 from megablocks_core.ckpt.tools.opening import open_checkpoint
 from megablocks_core.ckpt.tools.own import OwnCheckpoint
-from megablocks_core.ckpt.tools.progress import Progress
+from megablocks_core.files.progress import Progress
 
 
 def convert(

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megablocks_core.ckpt.places.places import is_url
 from megablocks_core.ckpt.plans.boxes import lengths
 from megablocks_core.ckpt.tools.checkpoint import Checkpoint
-from megablocks_core.ckpt.tools.progress import Progress
 from megablocks_core.files import NewFolder
+from megablocks_core.files.progress import Progress
 
 
 def write_dcp(path: str | os.PathLike[str], checkpoint: Checkpoint, *, progress: Progress) -> None:

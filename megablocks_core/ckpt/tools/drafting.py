@@ -12,7 +12,7 @@ from megablocks_core.ckpt.format.file_names import rank_file, whole_file
 from megablocks_core.ckpt.format.writing import FileToWrite, Item
 from megablocks_core.ckpt.saving.commit import Draft
 from megablocks_core.ckpt.tools.checkpoint import Held
-from megablocks_core.ckpt.tools.progress import Progress
+from megablocks_core.files.progress import Progress
 from megablocks_core.groups import LOCAL
 
 

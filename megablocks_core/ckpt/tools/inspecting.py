@@ -12,7 +12,7 @@ from megablocks_core.ckpt.manifest import FORMAT, CheckpointError
 from megablocks_core.ckpt.tools.checkpoint import Held
 from megablocks_core.ckpt.tools.dcp_reading import DcpFolder
 from megablocks_core.ckpt.tools.opening import open_folder
-from megablocks_core.ckpt.tools.progress import size_text
+from megablocks_core.files.progress import size_text
 from megablocks_core.files.safetensors import DTYPE_CODES
 
 

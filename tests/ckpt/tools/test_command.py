@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megablocks_core import ckpt
-from megablocks_core.ckpt.tools import progress
 from megablocks_core.ckpt.tools.command import main
+from megablocks_core.files import progress
 from tests.ckpt.tools.saves import save_dcp, save_ours, trained
-from tests.ckpt.tools.test_progress import Terminal
+from tests.files.test_progress import Terminal
 
 
 def run(capsys, *arguments):
@@ -173,7 +173,7 @@ def test_memory_beside_the_largest_tensor_is_under_256_mb(tmp_path):
 
 _GROWTH = """
 import resource, sys
-from megablocks_core.ckpt.tools import progress
+from megablocks_core.files import progress
 from megablocks_core.ckpt.tools.command import main
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert main(sys.argv[1:]) < 2

@@ -15,7 +15,7 @@ from megablocks_core.ckpt.places.local_place import LocalPlace
 from megablocks_core.ckpt.tools import checkpoint
 from megablocks_core.ckpt.tools.dcp_writing import write_dcp
 from megablocks_core.ckpt.tools.opening import open_checkpoint
-from megablocks_core.ckpt.tools.progress import Progress
+from megablocks_core.files.progress import Progress
 from megablocks_core.groups import Group
 from megablocks_core.testing import ranks
 from tests.ckpt.flat_optimizer import FlatAdam

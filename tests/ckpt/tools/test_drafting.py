@@ -6,7 +6,7 @@ import torch
 from megablocks_core import ckpt
 from megablocks_core.ckpt.tools.checkpoint import Held
 from megablocks_core.ckpt.tools.drafting import write_checkpoint
-from megablocks_core.ckpt.tools.progress import Progress
+from megablocks_core.files.progress import Progress
 
 STATE = {"x": {"kind": "tensor"}, "step": {"kind": "json", "value": 3}}
 

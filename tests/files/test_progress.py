@@ -2,8 +2,8 @@
 
 import io
 
-from megablocks_core.ckpt.tools import progress
-from megablocks_core.ckpt.tools.progress import Progress, progress_text, size_text, time_text
+from megablocks_core.files import progress
+from megablocks_core.files.progress import Progress, progress_text, size_text, time_text
 
 
 class Terminal(io.StringIO):
