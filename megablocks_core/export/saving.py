@@ -12,6 +12,7 @@ from torch import nn
 
 from megablocks_core.export.drafting import HfDraft, name_dtype, planned
 from megablocks_core.export.loading import parts_of
+from megablocks_core.export.quantised import plain
 from megablocks_core.export.verifying import layout_of
 from megablocks_core.files import read_json
 from megablocks_core.groups import LOCAL, Collection, Group, Held, logical_tensors, together
@@ -78,11 +79,11 @@ def save_hf(
 
 def _config(model: nn.Module, like: str | os.PathLike[str] | None) -> dict[str, Any]:
     if like is not None:
-        return read_json(Path(like) / "config.json", dict)
+        return plain(read_json(Path(like) / "config.json", dict))
     spec: Any = getattr(model, "spec", None)
     if hasattr(spec, "to_hf"):
         return dict(spec.to_hf())
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
-        return json.loads(config.to_json_string())
+        return plain(json.loads(config.to_json_string()))
     raise ValueError(f"like={like} must be a folder, for the model has no spec or config to write")
