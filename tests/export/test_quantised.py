@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.quantization_config import Mxfp4Config
 
 from megablocks_core.auto import decoder_from_hf
 from megablocks_core.export import load_hf, save_hf, verify
@@ -250,7 +251,7 @@ def test_an_mxfp4_folder_gives_what_transformers_makes_of_it(tmp_path):
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path,
         dtype=torch.bfloat16,
-        quantization_config=transformers.Mxfp4Config(dequantize=True),
+        quantization_config=Mxfp4Config(dequantize=True),
     )
     for name, tensor in reference.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
