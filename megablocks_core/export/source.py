@@ -65,6 +65,8 @@ class HfFolder:
                 f"{sorted(set(listed) - set(self.tensors))}, only in the files "
                 f"{sorted(set(self.tensors) - set(listed))}"
             )
+        if family is not None:
+            self.tensors = family.prefixed(self.tensors)
         self.tensors = dequantised(self.tensors, self.config)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from megablocks_core.export.families.weights import Config, Family, Sizes, Weigh
 
 # Kinds of feed-forward layers.
 DENSE, SPARSE = "-", "E"
-_NEEDED = (
+NEEDED = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -15,7 +15,8 @@ _NEEDED = (
 )
 
 
-def _sizes(config: Config) -> Sizes:
+def dense_sizes(config: Config) -> Sizes:
+    """The sizes of attention, feed-forward layers and experts."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head = config.get("head_dim", hidden // heads)
     return {
@@ -45,21 +46,22 @@ def _kinds(config: Config) -> list[str]:
     ]
 
 
-def _family(
+def dense_family(
     architecture: str, weights: tuple[Weight, ...], defaults: Config | None = None
 ) -> Family:
+    """A family whose config has Llama's words."""
     return Family(
         architecture,
         weights,
-        sizes=_sizes,
+        sizes=dense_sizes,
         kinds=_kinds,
-        needed=_NEEDED,
+        needed=NEEDED,
         defaults=defaults or {},
         ignored=("model.layers.{}.self_attn.rotary_emb.inv_freq",),
     )
 
 
-_FRAME = (
+FRAME = (
     Weight("model.embed_tokens.weight", "vocab hidden"),
     Weight("model.layers.{}.input_layernorm.weight", "hidden"),
     Weight("model.layers.{}.self_attn.q_proj.weight", "q hidden"),
@@ -119,15 +121,16 @@ def _experts(block: str, **names: str) -> tuple[Weight, ...]:
     )
 
 
-_TRUNK = (*_FRAME, *_mlp())
+TRUNK = (*FRAME, *_mlp())
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_QK_NORMS = (
+QK_NORMS = (
     Weight("model.layers.{}.self_attn.q_norm.weight", "head"),
     Weight("model.layers.{}.self_attn.k_norm.weight", "head"),
 )
 
 
-def _attention_biases(when: str | None, *names: str) -> tuple[Weight, ...]:
+def attention_biases(when: str | None, *names: str) -> tuple[Weight, ...]:
+    """Biases of these projections, if the config has the entry ``when``."""
     sizes = {"q": "q", "k": "kv", "v": "kv", "o": "hidden"}
     return tuple(
         Weight(f"model.layers.{{}}.self_attn.{name}_proj.bias", sizes[name], when) for name in names
@@ -140,28 +143,28 @@ _MLP_BIASES = tuple(
 )
 
 DENSE_FAMILIES = {
-    "llama": _family(
-        "LlamaForCausalLM", (*_TRUNK, *_attention_biases("attention_bias", *"qkvo"), *_MLP_BIASES)
+    "llama": dense_family(
+        "LlamaForCausalLM", (*TRUNK, *attention_biases("attention_bias", *"qkvo"), *_MLP_BIASES)
     ),
-    "mistral": _family("MistralForCausalLM", _TRUNK, {"num_key_value_heads": 8}),
-    "qwen2": _family(
-        "Qwen2ForCausalLM", (*_TRUNK, *_attention_biases(None, *"qkv")), {"num_key_value_heads": 32}
+    "mistral": dense_family("MistralForCausalLM", TRUNK, {"num_key_value_heads": 8}),
+    "qwen2": dense_family(
+        "Qwen2ForCausalLM", (*TRUNK, *attention_biases(None, *"qkv")), {"num_key_value_heads": 32}
     ),
-    "qwen3": _family(
+    "qwen3": dense_family(
         "Qwen3ForCausalLM",
-        (*_TRUNK, *_QK_NORMS, *_attention_biases("attention_bias", *"qkvo")),
+        (*TRUNK, *QK_NORMS, *attention_biases("attention_bias", *"qkvo")),
         {"num_key_value_heads": 32, "head_dim": 128},
     ),
-    "mixtral": _family(
+    "mixtral": dense_family(
         "MixtralForCausalLM",
-        (*_FRAME, *_experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
+        (*FRAME, *_experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
         {"num_key_value_heads": 8, "num_experts": 8},
     ),
-    "qwen2_moe": _family(
+    "qwen2_moe": dense_family(
         "Qwen2MoeForCausalLM",
         (
-            *_FRAME,
-            *_attention_biases(None, *"qkv"),
+            *FRAME,
+            *attention_biases(None, *"qkv"),
             *_mlp(kind=DENSE),
             *_experts("mlp", **_PROJECTIONS),
             *_shared_expert(),
@@ -173,24 +176,24 @@ DENSE_FAMILIES = {
             "num_experts": 60,
         },
     ),
-    "qwen3_moe": _family(
+    "qwen3_moe": dense_family(
         "Qwen3MoeForCausalLM",
         (
-            *_FRAME,
-            *_QK_NORMS,
-            *_attention_biases("attention_bias", *"qkvo"),
+            *FRAME,
+            *QK_NORMS,
+            *attention_biases("attention_bias", *"qkvo"),
             *_mlp(kind=DENSE),
             *_experts("mlp", **_PROJECTIONS),
         ),
         {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128},
     ),
-    "olmoe": _family(
+    "olmoe": dense_family(
         "OlmoeForCausalLM",
         (
-            *_FRAME,
+            *FRAME,
             Weight("model.layers.{}.self_attn.q_norm.weight", "q"),
             Weight("model.layers.{}.self_attn.k_norm.weight", "kv"),
-            *_attention_biases("attention_bias", *"qkvo"),
+            *attention_biases("attention_bias", *"qkvo"),
             *_experts("mlp", **_PROJECTIONS),
         ),
         {"num_experts": 64},

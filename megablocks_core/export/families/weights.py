@@ -82,6 +82,7 @@ class Family:
         blocks: How many of our blocks a layer is.
         in_others_words: A config in the words that sizes, kinds and defaults know.
         pickled: Its authors publish pickles.
+        prefix: Before all names but those of ``ties``; old files may lack it.
     """
 
     architecture: str
@@ -97,6 +98,16 @@ class Family:
     blocks: int = 1
     in_others_words: Callable[[Config], Config] = _as_it_is
     pickled: bool = False
+    prefix: str = ""
+
+    def prefixed(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors by the names of the table, though the files' names may lack the prefix."""
+        if any(name.startswith(self.prefix) for name in tensors):
+            return dict(tensors)
+        return {
+            name if name in self.ties else self.prefix + name: tensor
+            for name, tensor in tensors.items()
+        }
 
     def layout(self, config: Config) -> Layout:
         """All tensors of a model with ``config``.

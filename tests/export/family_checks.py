@@ -1,0 +1,51 @@
+"""What holds for the files of any family, seen from tiny models that transformers saves."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from megablocks_core.export import load_hf, save_hf, verify
+from megablocks_core.export.families import FAMILIES
+from megablocks_core.export.verifying import layout_of
+from megablocks_core.files import read_json
+from tests.export.logical_model import assert_round_trip, written
+
+TOKENS = torch.arange(14).view(2, 7) * 5 % 11
+
+
+def saved_by_transformers(family: str, options: dict[str, Any], folder: Path) -> Any:
+    """A tiny model, in evaluation, that transformers has written to ``folder``."""
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(family, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert (config.model_type, type(model).__name__) == (family, FAMILIES[family].architecture)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def check_files(model: Any, folder: Path) -> None:
+    """Names, shapes, and files into our tensors and back, for a model saved to ``folder``."""
+    layout = layout_of(read_json(folder / "config.json", dict))
+    shapes = {name: tuple(tensor.shape) for name, tensor in written(folder).items()}
+    assert layout.schema == shapes
+    verify(folder)
+    assert_round_trip(folder, folder / "ours")
+
+
+def check_whole_model(model: Any, folder: Path) -> None:
+    """Files into the transformers model on ``meta`` and back, for a model saved to ``folder``."""
+    with torch.device("meta"):
+        again: Any = type(model)(model.config).eval()
+    load_hf(again, folder, device="cpu")
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+    save_hf(again, folder / "theirs")
+    expected, saved = written(folder), written(folder / "theirs")
+    assert saved.keys() == expected.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, expected[name]), name
