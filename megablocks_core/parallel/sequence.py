@@ -10,9 +10,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megablocks_core.groups import LOCAL, Group, check_group, chunk_slice, gather_from, scatter_to
-from megablocks_core.parallel.checks import check_tensors, check_whole
+from megablocks_core.parallel.checks import check_tensors, check_whole, require
 
 KINDS = ("contiguous", "zigzag")
+
+# Digests are whole numbers that float32 holds; factors and a prime spread neighbouring plans.
+_DIGESTS, _PRIME = 1 << 24, (1 << 31) - 1
+_SPREAD = (9_973_451, 48_271, 69_621)
 
 
 class SequenceCut:
@@ -28,9 +32,8 @@ class SequenceCut:
 
     Chunks follow ``torch.chunk``: the last ones may be shorter, or empty. Over a group of one
     every kind is the whole sequence in one piece. Lengths and pieces are plain numbers;
-    ``cu_seqlens`` is never read on the host, but on the CPU, where its values are checked. Nothing
-    is sent to compare the ranks' cuts: that all are made with the same arguments is the caller's
-    business.
+    ``cu_seqlens`` is never read on the host, but on the CPU, where its values are checked. All
+    ranks must make the cut with the same arguments, which ``check_alike`` compares.
 
     Attributes:
         length: Tokens of the whole sequence.
@@ -84,6 +87,41 @@ class SequenceCut:
         """
         if self.kind not in kinds and self.group.size > 1:
             raise ValueError(f"kind={self.kind!r} of the cut must be {' or '.join(kinds)} for {by}")
+
+    def digest(self, like: Tensor) -> Tensor:
+        """A whole number below 2^24 that tells cuts apart, exact in the dtype of ``like`` [].
+
+        Layers put it into a message that they send anyway, to find ranks that cut otherwise.
+        """
+        plan = (2 * self.length + KINDS.index(self.kind)) * _SPREAD[0] % _DIGESTS
+        digest = like.new_full((), plan, dtype=torch.int64)
+        if self.cu_seqlens is not None:
+            sums = self.cu_seqlens.to(like.device, torch.int64)
+            places = torch.arange(1, len(sums) + 1, device=like.device)
+            mixed = (sums * _SPREAD[1] + places * _SPREAD[2]) % _PRIME
+            digest = digest + (mixed * mixed % _PRIME).sum()  # squares: shifts do not cancel
+        return (digest % _DIGESTS).to(like.dtype)
+
+    def check_alike(self) -> None:
+        """Compare the ranks' cuts: one all-gather of a number, which the host waits for.
+
+        Raises:
+            ValueError: On every rank, if a rank's has another length, kind or other documents.
+        """
+        device = None if self.cu_seqlens is None else self.cu_seqlens.device
+        own = self.digest(torch.zeros((), dtype=torch.float64, device=device))
+        sizes = [1] * self.group.size
+        self.require_digests(gather_from(own[None], dim=0, group=self.group, sizes=sizes))
+
+    def require_digests(self, digests: Tensor) -> None:
+        """Raise unless these, which ranks sent, are all that of this cut.
+
+        Raises:
+            ValueError: On the CPU; elsewhere, and compiled, see ``checks.require``.
+        """
+        rule = "must be made with the same length, kind and cu_seqlens on every rank"
+        same = (digests == self.digest(digests)).all()
+        require(same, f"cut {rule}", lambda: f"cut={self} {rule}")
 
     def pieces_of(self, rank: int) -> list[tuple[int, int]]:
         """(start, stop) of each piece of ``rank``."""

@@ -157,6 +157,52 @@ def test_labels_and_rows_are_cut_alike():
     assert traffic.totals() == {"all_gather": (1, 8)}
 
 
+@given(_cuts(), _cuts())
+@example(("contiguous", 1, [4, 5, 7], 0), ("contiguous", 1, [7, 0, 9], 0))
+@example(("contiguous", 1, [5], 0), ("contiguous", 1, [5, 0], 0))
+def test_digests_tell_cuts_apart(one, other):
+    plans = [(kind, sum(lengths) + behind, lengths) for kind, _, lengths, behind in (one, other)]
+    like = torch.zeros((), dtype=torch.float32)
+    digests = [_cut(*drawn[:2], 0, *drawn[2:]).digest(like) for drawn in (one, other)]
+    assert (digests[0] == digests[1]) == (plans[0] == plans[1])
+    for digest in digests:
+        assert digest.dtype == torch.float32 and 0 <= digest < 2**24 and digest % 1 == 0
+
+
+def test_one_plan_has_one_digest_on_every_rank_and_in_every_dtype():
+    digests = {
+        SequenceCut(9, cu_seqlens=_sums([2, 5], sums), group=_rank(rank, 2))
+        .digest(torch.zeros(3, dtype=dtype))
+        .item()
+        for rank in range(2)
+        for sums in (torch.int32, torch.int64)
+        for dtype in (torch.float32, torch.float64)
+    }
+    assert len(digests) == 1
+
+
+@ranks(1, 2, 4)
+def test_ranks_compare_their_cuts():
+    group = Mesh(cp=dist.get_world_size()).group("cp")
+    odd = group.rank == group.size - 1
+    for kind in KINDS:
+        with Traffic() as traffic:
+            SequenceCut(9, cu_seqlens=_sums([2, 5]), group=group, kind=kind).check_alike()
+        assert traffic.totals() == ({"all_gather": (1, group.size)} if group.size > 1 else {})
+    for length, sums, kind in (
+        (9 + odd, None, "zigzag"),
+        (9, _sums([2 + odd, 5]), "zigzag"),
+        (9, None if odd else _sums([2, 5]), "zigzag"),
+        (9, None, KINDS[odd]),
+    ):
+        cut = SequenceCut(length, cu_seqlens=sums, group=group, kind=kind)
+        if group.size == 1:
+            cut.check_alike()
+            continue
+        with pytest.raises(ValueError, match="^cut=.* the same length, kind and cu_seqlens"):
+            cut.check_alike()
+
+
 def test_wrong_arguments_are_refused():
     wrong = {
         "length": (None, -1, 1.5, "8", True),

@@ -36,9 +36,10 @@ def over_cut(
 ) -> tuple[Tensor, Tensor | None]:
     """A recurrence over the whole sequence, of which ``tensors`` are this rank's tokens.
 
-    One all-gather of every piece's transition and state, and in backward one reduce-scatter. The
-    sum over the ranks of ``final_state`` is the whole one, and so is the sum of what they give as
-    gradient of ``initial_state`` and of weights.
+    One all-gather of every piece's transition and state, and in backward one reduce-scatter. With
+    them goes the cut's digest, which tells ranks that cut otherwise. The sum over the ranks of
+    ``final_state`` is the whole one, and so is the sum of what they give as gradient of
+    ``initial_state`` and of weights.
 
     Args:
         tensors: [B l ...] each, or [B m l ...] with m entries a token.
@@ -58,7 +59,8 @@ def over_cut(
         last token, zeros elsewhere. That of an empty document is given by rank 0.
 
     Raises:
-        ValueError: A tensor does not have this rank's tokens, or more than one row of documents.
+        ValueError: A tensor does not have this rank's tokens, or more than one row of documents, or
+            ranks cut otherwise.
     """
     parts = [_parts(x, cut) for x in tensors]
     pieces = list(zip(*parts, strict=True))
@@ -190,16 +192,18 @@ def _gather(
     maps: list[tuple[Tensor, Tensor]], cut: SequenceCut, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, Callable[[int, int], tuple[Tensor, Tensor]]]:
     """The message with the maps of all pieces, and a look-up by rank and piece."""
-    flat = torch.stack([torch.cat([part.reshape(-1) for part in pair]) for pair in maps])
+    digest = cut.digest(maps[0][1])[None]
+    flat = torch.stack([torch.cat([*(part.reshape(-1) for part in pair), digest]) for pair in maps])
     if not flat.requires_grad:
         # A rank without tokens: its maps are constants, and yet backward must reach the message.
         flat = flat + torch.cat([x.flatten()[:0] for x in tensors]).sum().to(flat.dtype)
     gathered = all_gather_to(flat, dim=0, group=cut.group, sizes=[len(maps)] * cut.group.size)
+    cut.require_digests(gathered.detach()[:, -1])
     transition, state = maps[0]
 
     def of(rank: int, index: int) -> tuple[Tensor, Tensor]:
         row = gathered[rank * len(maps) + index]
-        first, second = row.split([transition.numel(), state.numel()])
+        first, second, _ = row.split([transition.numel(), state.numel(), 1])
         return first.view(transition.shape), second.view(state.shape)
 
     return gathered, of

@@ -202,9 +202,27 @@ def test_one_message_each_way_whose_size_is_independent_of_the_length():
     for kind, pieces in (("contiguous", 1), ("zigzag", 2)):
         for length in (8, 12):
             forward, backward = _check(_ssd, length, _cut_of(kind))
-            # The twin's transition is as large as the state, 2 rows of 2 x 3 x 2.
-            assert forward == {"all_gather": (1, size * pieces * 2 * 24)}
-            assert backward == {"reduce_scatter": (1, size * pieces * 2 * 24)}
+            # The twin's transition is as large as the state, 2 rows of 2 x 3 x 2; and a digest.
+            assert forward == {"all_gather": (1, size * pieces * (2 * 24 + 1))}
+            assert backward == {"reduce_scatter": (1, size * pieces * (2 * 24 + 1))}
+
+
+@ranks(2)
+def test_ranks_that_cut_otherwise_are_told():
+    group = Mesh(cp=2).group("cp")
+    own = group.rank
+    documents = {"cu_seqlens": torch.tensor([0, 3 + own, 16])}
+    for length, options in ((16 + own, {}), (16, documents), (16, documents if own else {})):
+        cut = SequenceCut(length, group=group, **options)
+        x = torch.ones(1, cut.local_length, 1)
+        with pytest.raises(ValueError, match="^cut=.* the same length, kind and cu_seqlens"):
+            over_cut(
+                [x],
+                cut=cut,
+                state_map=lambda x, *, cu_seqlens: (torch.ones(1, 1), x.sum(1)),
+                scan=lambda x, *, cu_seqlens, carry: (x, None),
+                compose=torch.mul,
+            )
 
 
 @ranks(2)

@@ -118,7 +118,7 @@ def test_traffic_is_that_of_the_page():
     heads, features, state, taps, length = 4, 2, 3, 4, 16
     states = {
         "all_to_all": [(taps - 1) * (heads * features + 2 * state)],
-        "all_gather": [2 * heads * (features * state + 1)],
+        "all_gather": [2 * (heads * (features * state + 1) + 1)],
     }
     tokens_for_heads = {
         "all_to_all": [
@@ -127,7 +127,11 @@ def test_traffic_is_that_of_the_page():
         ]
     }
     for context, forward, reverse in (
-        ("states", states, {"all_to_all": states["all_to_all"], "reduce_scatter": [56]}),
+        (
+            "states",
+            states,
+            {"all_to_all": states["all_to_all"], "reduce_scatter": states["all_gather"]},
+        ),
         ("heads", tokens_for_heads, tokens_for_heads),
     ):
         mixer = build("Mamba2", num_groups=1, cp=cp, context=context)
