@@ -59,11 +59,51 @@ def decays_of(dt_BLH: Tensor, A_H: Tensor, document_L: Tensor | None, size: int)
     )
 
 
+class Terms(NamedTuple):
+    """Terms of outputs and states times their gradients, by the decays that are in them.
+
+    Sums of what is there, no differences, so that small gradients keep their digits.
+
+    Attributes:
+        crossing: Of pairs j < k <= i, for each token k of a chunk [B H c q].
+        read: Of what a token takes from the state before the chunk [B H c q].
+        left: Of what it leaves in the state behind the chunk [B H c q].
+        passed: Of what the state before the chunk leaves there [B H c].
+    """
+
+    crossing: Tensor
+    read: Tensor
+    left: Tensor
+    passed: Tensor
+
+
+def crossing_of(rows: Tensor, columns: Tensor) -> Tensor:
+    """Sums over pairs j < k <= i of a matrix of t by t tiles of r, for every k [... t*r].
+
+    Args:
+        rows: Sums of the rows of tiles below the diagonal; on it the sums over pairs of one tile
+            [... t t r].
+        columns: Sums of the columns of tiles below the diagonal [... t t r].
+    """
+    tiles = rows.shape[-2]
+    found = rows.diagonal(dim1=-3, dim2=-2).mT.double().clone()
+    for one in range(tiles):
+        for other in range(one):
+            row, column = rows[..., one, other, :].double(), columns[..., one, other, :].double()
+            found[..., one, :] += row.flip(-1).cumsum(-1).flip(-1)
+            found[..., other, 1:] += column[..., :-1].cumsum(-1)
+            found[..., other + 1 : one, :] += row.sum(-1)[..., None, None]
+    return found.flatten(-2)
+
+
 def gradients_of_decays(
-    dsums: Tensor, dt: Tensor, A_H: Tensor, length: int
+    terms: Terms, dt: Tensor, A_H: Tensor, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradients in dt [B L H] and A [H] that come from those of sums of logarithms [B H c q]."""
-    dlog = dsums.double().flip(-1).cumsum(-1).flip(-1)
+    """Gradients in dt [B L H] and A [H] that come through decays, from their ``terms``."""
+    dlog = terms.crossing.double() + terms.passed[..., None]
+    dlog += terms.read.double().flip(-1).cumsum(-1).flip(-1)
+    # A decay is in what earlier tokens leave, and not in what its own does.
+    dlog[..., 1:] += terms.left[..., :-1].double().cumsum(-1)
     dA_H = (dlog * dt).sum((0, 2, 3))
     ddt_BHL = (dlog * A_H[:, None, None]).flatten(2)[..., :length]
     return ddt_BHL.transpose(1, 2), dA_H

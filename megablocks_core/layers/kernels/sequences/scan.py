@@ -18,6 +18,8 @@ from torch import Tensor
 from megablocks_core.layers.kernels.launching import arrays, launch, parts
 from megablocks_core.layers.kernels.sequences.decays import (
     Decays,
+    Terms,
+    crossing_of,
     decays_of,
     gradients_of_decays,
 )
@@ -123,20 +125,21 @@ def scan_gradients(
     decays = decays_of(dt, A, document, work.size)
     states = work.states(x, B, decays, entries, carry)
     dbehind = work.outer(dy, C, decays.enter)
-    dcarry, dpassed = work.pass_back(dbehind, states, decays, entries, dfinal, dstates)
-    dmeets = work.pairs(dy, x, decays)
+    dcarry, passed = work.pass_back(dbehind, states, decays, dfinal, dstates)
+    meets = work.products(C, B)
+    dmeets, crossing = work.pairs(dy, x, meets, decays)
     dB, dC = _empty_like(B), _empty_like(C)
     work.groups(dC, dmeets, B, dy, decays.enter, states, reverse=False)
     work.groups(dB, dmeets, C, x, decays.leave * decays.dt, dbehind, reverse=True)
     del dmeets
 
-    meets = work.products(C, B)
-    rows = work.mix(x, meets, states, C, decays, None, other=dy)[0]
+    read = work.mix(x, meets, states, C, decays, None, other=dy)[0]
     dx = _empty_like(x)
-    columns, own = work.mix(dy, meets, dbehind, B, decays, D, result=dx, other=x, reverse=True)
-    dsums = rows - decays.dt * columns
-    dsums[..., -1] += dpassed
-    ddt, dA = gradients_of_decays(dsums, decays.dt, A, x.shape[1])
+    left, columns, own = work.mix(
+        dy, meets, dbehind, B, decays, D, result=dx, other=x, reverse=True
+    )
+    terms = Terms(crossing, read, decays.dt * left, passed)
+    ddt, dA = gradients_of_decays(terms, decays.dt, A, x.shape[1])
     diagonal_BGcq = meets.diagonal(dim1=-2, dim2=-1).transpose(1, 2)
     through_x = columns + own * diagonal_BGcq.repeat_interleave(work.heads_of_group, dim=1)
     ddt = ddt + through_x.flatten(2)[..., : x.shape[1]].transpose(1, 2)
@@ -204,11 +207,10 @@ class _Work:
         gradients: Tensor,
         states: Tensor,
         decays: Decays,
-        entries: Tensor | None,
         dfinal: Tensor,
         dstates: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The gradient in the carry, and in the logarithm of the decay of each chunk [B H c].
+        """The gradient in the carry, and in the logarithm of what passes each chunk [B H c].
 
         ``gradients`` become those in the states behind chunks.
         """
@@ -216,8 +218,8 @@ class _Work:
         shape = (self.rows, self.heads)
         inner = self.new(grid[1], *shape, self.chunks, dtype=torch.float32)
         dcarry = self.new(*shape, self.features, self.states_, dtype=torch.float32)
-        named = {"ENTERED": entries is not None, "FURTHER": dstates is not None}
-        given = arrays(gradients, inner, dcarry, dfinal, states, entries, dstates, decays.passing)
+        named = {"FURTHER": dstates is not None}
+        given = arrays(gradients, inner, dcarry, dfinal, states, dstates, decays.passing)
         launch(pass_back_kernel, grid, *given, *self._sequences(), **named, **_PASSED, **_COMPILED)
         return dcarry, inner.sum(0)
 
@@ -230,16 +232,19 @@ class _Work:
         launch(products_kernel, self._paired(), *arrays(meets, C, B), *sizes, **blocks)
         return meets
 
-    def pairs(self, dy: Tensor, x: Tensor, decays: Decays) -> Tensor:
-        """Gradients of these [B c G q q]."""
+    def pairs(self, dy: Tensor, x: Tensor, meets: Tensor, decays: Decays) -> tuple[Tensor, Tensor]:
+        """Gradients of these, and in the logarithm of each decay, of tokens that meet [B H c q]."""
         dmeets = self._new_pairs()
-        given = arrays(dmeets, dy, x, *decays[:3], decays.document)
+        tiles = parts(self.size, self.of_rows)
+        shape = (self.rows, self.heads, self.chunks, tiles, tiles, self.of_rows)
+        rows, columns = (self.new(shape, dtype=torch.float32) for _ in range(2))
+        given = arrays(dmeets, rows, columns, meets, dy, x, *decays[:3], decays.document)
         sizes = (self.length, self.size, self.chunks, self.heads, self.groups_, self.features)
         blocks = self._blocks()
         del blocks["STATES"]
         parted = decays.document is not None
         launch(pairs_kernel, self._paired(), *given, *sizes, PARTED=parted, **blocks)
-        return dmeets
+        return dmeets, crossing_of(rows, columns)[..., : self.size]
 
     def groups(
         self,
@@ -274,16 +279,18 @@ class _Work:
         result: Tensor | None = None,
         other: Tensor | None = None,
         reverse: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Write ``result`` if there is one; give inner products with ``other`` [B H c q], if any.
 
-        They are those of what met, and of ``a`` if in reverse.
+        They are those of what came from states, and if a result is written, of all that came and
+        of ``a``.
         """
         tiles = parts(self.features, self.of_features)
         shape = (tiles, self.rows, self.heads, self.chunks, self.size)
-        sums, own = (
+        summed = other is not None
+        outside, whole, own = (
             self.new(shape if wanted else (1,), dtype=torch.float32)
-            for wanted in (other is not None, reverse)
+            for wanted in (summed, reverse, reverse)
         )
         weights = decays.leave if reverse else decays.enter
         given = [a, other, meets, states, read, *decays[:3], weights, decays.document, D]
@@ -291,16 +298,16 @@ class _Work:
         named = {
             "REVERSED": reverse,
             "WRITTEN": result is not None,
-            "SUMMED": other is not None,
+            "SUMMED": summed,
             "PARTED": decays.document is not None,
             "SKIPPED": D is not None,
             "BY_FEATURE": D is not None and D.dim() == 2,
         }
         grid = (self.rows * self.chunks * self.heads, parts(self.size, self.of_rows), tiles)
-        first = sums if result is None else result
-        given = arrays(first, sums, own, *given)
+        first = outside if result is None else result
+        given = arrays(first, outside, whole, own, *given)
         launch(mix_kernel, grid, *given, *sizes, **named, **self._blocks())
-        return sums.sum(0), own.sum(0)
+        return outside.sum(0), whole.sum(0), own.sum(0)
 
     def _new_states(self, number: int) -> Tensor:
         shape = (number, self.rows, self.heads, self.features, self.states_)

@@ -20,19 +20,17 @@ def pass_back_kernel(
     dcarry_BHPN,
     dfinal_BHPN,
     states_cBHPN,
-    entries_cBHPN,
     dstates_cBHPN,
     passing_BHc,
     num_chunks,
     num_sequences,
     num_numbers,
-    ENTERED: tl.constexpr,
     FURTHER: tl.constexpr,
     NUMBERS: tl.constexpr,
 ):
     """Gradients of what chunks read from states become those of the states behind chunks.
 
-    ``inner`` has the inner products of these with the states, less what entered from outside,
+    ``inner`` has the inner products of these with what is left of the states before the chunks,
     over this tile's numbers; ``dcarry`` is the gradient of the state before the first chunk.
     """
     sequence = tl.program_id(0).to(tl.int64)
@@ -45,22 +43,23 @@ def pass_back_kernel(
     for _ in range(num_chunks):
         chunk -= 1
         here = chunk * num_sequences * num_numbers + at
-        behind = here + num_sequences * num_numbers
-        state = tl.load(states_cBHPN + behind, mask=inside, other=0.0)
-        if ENTERED:
-            state -= tl.load(entries_cBHPN + here, mask=inside, other=0.0)
-        tl.store(inner_nBHc + by_tile + chunk, tl.sum(gradient * state, axis=0))
+        state = tl.load(states_cBHPN + here, mask=inside, other=0.0)
+        passing = tl.load(passing_BHc + sequence * num_chunks + chunk)
+        tl.store(inner_nBHc + by_tile + chunk, passing * tl.sum(gradient * state, axis=0))
         reading = tl.load(gradients_cBHPN + here, mask=inside, other=0.0)
         if FURTHER:
             reading += tl.load(dstates_cBHPN + here, mask=inside, other=0.0)
         tl.store(gradients_cBHPN + here, gradient, mask=inside)
-        gradient = tl.load(passing_BHc + sequence * num_chunks + chunk) * gradient + reading
+        gradient = passing * gradient + reading
     tl.store(dcarry_BHPN + at, gradient, mask=inside)
 
 
 @triton.jit
 def pairs_kernel(
     dmeets_BcGqq,
+    rows_BHcttr,
+    columns_BHcttr,
+    meets_BcGqq,
     dy_BLHP,
     x_BLHP,
     dt_BHcq,
@@ -78,7 +77,12 @@ def pairs_kernel(
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Gradient of ``C_i B_j``, j <= i: of a group's heads the sum of ``E_ij dt_j dy_i x_j``."""
+    """Gradient of ``C_i B_j``, j <= i: of a group's heads the sum of ``E_ij dt_j dy_i x_j``.
+
+    Of each head, that times ``C_i B_j`` is the gradient in the logarithm of ``E_ij``, j < i. On
+    the diagonal ``rows`` has for each k of a tile the sum over j < k <= i; elsewhere ``rows`` and
+    ``columns`` have the sums of a tile's rows and columns, of t by t tiles.
+    """
     if tl.program_id(2) > tl.program_id(1):
         return
     at = tl.program_id(0).to(tl.int64)
@@ -93,6 +97,10 @@ def pairs_kernel(
     inside, there = (one < size) & (one < left), (other < size) & (other < left)
     stride = num_heads * num_features
     total = tl.zeros((ROWS, ROWS), tl.float32)
+    place = at * size * size + one[:, None] * size + other[None, :]
+    known = inside[:, None] & there[None, :] & (one[:, None] > other[None, :])
+    meets = tl.load(meets_BcGqq + place, mask=known, other=0.0)
+    earlier = tl.where(one[:, None] < one[None, :], 1.0, 0.0)
     for head in range(group * (num_heads // num_groups), (group + 1) * (num_heads // num_groups)):
         base = (start * num_heads + head) * num_features
         product = tl.zeros((ROWS, ROWS), tl.float32)
@@ -105,9 +113,20 @@ def pairs_kernel(
         high, low, document = high_BHcq + by_chunk, low_BHcq + by_chunk, document_cq + chunk * size
         decay = decay_between(high, low, document, one, inside, other, there, False, PARTED)
         dt = tl.load(dt_BHcq + by_chunk + other, mask=there, other=0.0)
-        total += product * decay * dt[None, :]
-    target = dmeets_BcGqq + at * size * size + one[:, None] * size + other[None, :]
-    tl.store(target, total, mask=(one < size)[:, None] & (other < size)[None, :])
+        product *= decay * dt[None, :]
+        total += product
+        product *= meets
+        by_tile = ((row * num_heads + head) * num_chunks + chunk) * tl.num_programs(1)
+        by_tile = (by_tile + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+        to = by_tile * ROWS + tl.arange(0, ROWS)
+        if tl.program_id(1) == tl.program_id(2):
+            before = tl.dot(product, earlier, input_precision="ieee")
+            across = tl.where(one[:, None] >= one[None, :], before, 0.0)
+            tl.store(rows_BHcttr + to, tl.sum(across, axis=0))
+        else:
+            tl.store(rows_BHcttr + to, tl.sum(product, axis=1))
+            tl.store(columns_BHcttr + to, tl.sum(product, axis=0))
+    tl.store(dmeets_BcGqq + place, total, mask=(one < size)[:, None] & (other < size)[None, :])
 
 
 @triton.jit

@@ -246,7 +246,8 @@ def own_factor(
 @triton.jit
 def mix_kernel(
     result_BLHP,
-    sums_pBHcq,
+    outside_pBHcq,
+    whole_pBHcq,
     own_pBHcq,
     a_BLHP,
     other_BLHP,
@@ -285,8 +286,8 @@ def mix_kernel(
     plus the same. Then
 
     - ``WRITTEN``: ``result = met + ((C_i B_i) dt_i + D) a``, met times dt_i if reversed;
-    - ``SUMMED``: ``sums``, the inner product of ``met`` and ``other`` over this tile's features,
-      and if reversed ``own``, that of ``a`` and ``other``.
+    - ``SUMMED``: ``outside``, the inner product of ``other`` and what is from ``states``, over
+      this tile's features; if also written ``whole``, that with ``met``, and ``own``, with ``a``.
     """
     at = tl.program_id(0).to(tl.int64)
     row, chunk, head = place(at, num_heads, num_chunks)
@@ -316,31 +317,33 @@ def mix_kernel(
     )
     met *= tl.load(weights_BHcq + by_chunk + rows, mask=inside, other=0.0)[:, None]
 
-    begin, end = 0, (tl.program_id(1) + 1) * ROWS
-    if REVERSED:
-        begin, end = tl.program_id(1) * ROWS, size
-    high, low = high_BHcq + by_chunk, low_BHcq + by_chunk
-    document = document_cq + chunk * size
-    for first in range(begin, end, ROWS):
-        columns = first + tl.arange(0, ROWS)
-        there = columns < left
-        matrix = triangle(meets, size, rows, inside, columns, there, REVERSED)
-        matrix *= decay_between(high, low, document, rows, inside, columns, there, REVERSED, PARTED)
-        if not REVERSED:
-            matrix *= tl.load(dt_BHcq + by_chunk + columns, mask=there, other=0.0)[None, :]
-        some = tile(a, columns, there, stride, features, num_features)
-        met = tl.dot(matrix, some, met, input_precision=PRECISION)
-
-    mine = tile(a, rows, inside, stride, features, num_features)
+    to = by_chunk + tl.program_id(2).to(tl.int64) * num_rows * num_heads * num_chunks * size + rows
+    other = other_BLHP + (start * num_heads + head) * num_features
     if SUMMED:
-        numbers = num_rows * num_heads * num_chunks * size
-        to = by_chunk + tl.program_id(2).to(tl.int64) * numbers + rows
-        other = other_BLHP + (start * num_heads + head) * num_features
         others = tile(other, rows, inside, stride, features, num_features)
-        tl.store(sums_pBHcq + to, tl.sum(met * others, axis=1), mask=rows < size)
-        if REVERSED:
-            tl.store(own_pBHcq + to, tl.sum(mine * others, axis=1), mask=rows < size)
+        tl.store(outside_pBHcq + to, tl.sum(met * others, axis=1), mask=rows < size)
     if WRITTEN:
+        begin, end = 0, (tl.program_id(1) + 1) * ROWS
+        if REVERSED:
+            begin, end = tl.program_id(1) * ROWS, size
+        high, low = high_BHcq + by_chunk, low_BHcq + by_chunk
+        document = document_cq + chunk * size
+        for first in range(begin, end, ROWS):
+            columns = first + tl.arange(0, ROWS)
+            there = columns < left
+            matrix = triangle(meets, size, rows, inside, columns, there, REVERSED)
+            matrix *= decay_between(
+                high, low, document, rows, inside, columns, there, REVERSED, PARTED
+            )
+            if not REVERSED:
+                matrix *= tl.load(dt_BHcq + by_chunk + columns, mask=there, other=0.0)[None, :]
+            some = tile(a, columns, there, stride, features, num_features)
+            met = tl.dot(matrix, some, met, input_precision=PRECISION)
+
+        mine = tile(a, rows, inside, stride, features, num_features)
+        if SUMMED:
+            tl.store(whole_pBHcq + to, tl.sum(met * others, axis=1), mask=rows < size)
+            tl.store(own_pBHcq + to, tl.sum(mine * others, axis=1), mask=rows < size)
         dt = tl.load(dt_BHcq + by_chunk + rows, mask=inside, other=0.0)
         factor = own_factor(
             dt, meets, size, rows, inside, D_HP, head, features, num_features, SKIPPED, BY_FEATURE

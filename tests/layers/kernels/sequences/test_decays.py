@@ -3,7 +3,12 @@
 import torch
 from torch.testing import assert_close
 
-from megablocks_core.layers.kernels.sequences.decays import decays_of, gradients_of_decays
+from megablocks_core.layers.kernels.sequences.decays import (
+    Terms,
+    crossing_of,
+    decays_of,
+    gradients_of_decays,
+)
 
 
 def test_decays_of_documents_that_end_inside_chunks():
@@ -35,7 +40,29 @@ def test_gradients_go_through_sums_of_chunks():
     A = torch.rand(3, dtype=torch.float64, requires_grad=True)
     padded = torch.nn.functional.pad(dt.transpose(1, 2), (0, 1)).unflatten(2, (2, 3))
     sums = (padded * A[:, None, None]).cumsum(-1)
-    dsums = torch.randn_like(sums)
-    right = torch.autograd.grad(sums, (dt, A), dsums)
-    found = gradients_of_decays(dsums, padded.detach(), A.detach(), 5)
+    crossing, read, left = (torch.randn_like(sums) for _ in range(3))
+    terms = Terms(crossing, read, left, torch.randn_like(sums[..., 0]))
+    last = sums[..., -1:]
+    log = padded * A[:, None, None]
+    through = (
+        (crossing * log).sum()
+        + (read * sums).sum()
+        + (left * (last - sums)).sum()
+        + (terms.passed * last[..., 0]).sum()
+    )
+    right = torch.autograd.grad(through, (dt, A))
+    found = gradients_of_decays(terms, padded.detach(), A.detach(), 5)
     assert_close(list(found), list(right))
+
+
+def test_pairs_of_tiles_cross_what_lies_between():
+    matrix = torch.randn(2, 9, 9, dtype=torch.float64).tril(-1)
+    right = torch.stack([matrix[:, k:, :k].sum((1, 2)) for k in range(9)], 1)
+    tiles = matrix.unflatten(2, (3, 3)).unflatten(1, (3, 3)).transpose(2, 3)
+    rows, columns = tiles.sum(-1), tiles.sum(-2)
+    for one in range(3):
+        own = tiles[:, one, one]
+        rows[:, one, one] = torch.stack([own[:, k:, :k].sum((1, 2)) for k in range(3)], 1)
+        columns[:, one, one:] = torch.nan
+        rows[:, one, one + 1 :] = torch.nan
+    assert_close(crossing_of(rows, columns), right)

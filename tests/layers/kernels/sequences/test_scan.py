@@ -60,9 +60,7 @@ def test_outputs_states_and_gradients(case):
     leaves = narrowed(draw(**sizes), torch.float32)
     documents = {} if lengths is None else {"cu_seqlens": sums_of(lengths)}
     results = scanned(leaves, chunk_size=chunk_size, **documents)
-    # Gradients of strong decays are differences of larger numbers.
-    limit = 1e-5 if "strong" in case else 2e-6
-    assert_near(results, recurrence(widened(leaves), **documents), limit)
+    assert_near(results, recurrence(widened(leaves), **documents), 2e-6)
 
 
 @pytest.mark.parametrize("finals", [True, pytest.param(False, marks=pytest.mark.slow)])
