@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megablocks_core.groups.cuts import Box, ShardSpec, Specs, held_ranges, whole_shape
+from megablocks_core.groups.placements import local, placement_specs
 
 
 def separate_name(name: str, each: str, index: int | str) -> str:
@@ -31,17 +32,18 @@ def separate_names(name: str, each: str, length: int) -> list[str]:
 def unstacked(name: str, tensor: Tensor, specs: Specs) -> Iterator[tuple[str, Tensor, Specs]]:
     """Yield (name, tensor, specs) of the tensors of a stack of which this rank holds a share.
 
-    They are views of ``tensor``. What is no stack comes as it is.
+    They are views of ``tensor``, of a DTensor's local part. What is no stack comes as it is.
     """
     if specs.each is None:
         yield name, tensor, specs
         return
-    held, *_ = held_ranges(whole_shape(tuple(tensor.shape), specs), specs)
+    cuts, share = (*specs, *placement_specs(tensor)), local(tensor.detach())
+    held, *_ = held_ranges(whole_shape(tuple(share.shape), cuts), cuts)
     indices = [index for part in held for index in range(part.start, part.stop)]
     inside = tuple(
-        ShardSpec(spec.dim - 1, spec.group, spec.segments) for spec in specs if spec.dim > 0
+        ShardSpec(spec.dim - 1, spec.group, spec.segments) for spec in cuts if spec.dim > 0
     )
-    for index, view in zip(indices, tensor.detach(), strict=True):
+    for index, view in zip(indices, share, strict=True):
         yield separate_name(name, specs.each, index), view, Specs(inside, expert=specs.expert)
 
 

@@ -83,13 +83,26 @@ def test_experts_are_loaded_under_their_names_or_as_the_stack(given, tmp_path):
 
 @ranks(2)
 def test_an_fsdp_cut_inside_a_stack_is_filled_and_gathered():
-    mesh = Mesh(dp=2)
-    model = _model(LOCAL, LOCAL)
-    fully_shard(model.get_submodule("layers.0.mlp.experts"), mesh=mesh.to_device_mesh()["dp"])
-    load_whole(model, dict(zip(_NAMES, _whole() * 3, strict=True)))
+    model = _fully_sharded()
     gathered = gather_whole(model)
     for name, tensor in zip(_NAMES, _whole() * 3, strict=True):
         assert torch.equal(gathered[name], tensor), name
+
+
+@ranks(2)
+def test_a_writer_gets_each_expert_from_the_rank_that_an_fsdp_cut_gives_it():
+    held = [Held(*part) for part in logical_tensors(_fully_sharded(), unstack=True)]
+    assert [name for name, *_ in held] == _NAMES[2 * dist.get_rank() :][:2]
+    for name, tensor, _ in held:
+        assert torch.equal(tensor, 3 * _whole()[_NAMES.index(name)])
+
+
+def _fully_sharded():
+    model = _model(LOCAL, LOCAL)
+    mesh = Mesh(dp=2).to_device_mesh()["dp"]
+    fully_shard(model.get_submodule("layers.0.mlp.experts"), mesh=mesh)
+    load_whole(model, dict(zip(_NAMES, _whole() * 3, strict=True)))
+    return model
 
 
 @ranks(1, 2, 4)
