@@ -1,5 +1,6 @@
 """Every test, here and on worker ranks: one thread, new memory full of NaN, fixed examples."""
 
+import signal
 import socket
 
 import hypothesis
@@ -19,6 +20,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # What a shell starts in the background ignores interrupts, and so does what that starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     fill_empty_with_nan()
     hypothesis.settings.load_profile("suite")

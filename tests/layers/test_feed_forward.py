@@ -75,7 +75,7 @@ def test_f074_seven_layers_give_seven_terms_a_step_and_memory_is_flat():
         if step in (4, 49):
             gc.collect()
             alive.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
-    assert alive[0] == alive[1]
+    assert alive[1] <= alive[0]  # what tests before left behind may go meanwhile
 
 
 def test_values_depend_on_seed_and_name_alone():
