@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megablocks_core.export.families import FAMILIES, family_of
 from megablocks_core.export.layout import Layout, Shapes
+from megablocks_core.export.slabs import dtype_of, nbytes_of, slabs
 from megablocks_core.export.source import FLOATS, HfFolder
 
 
-def verify(path: str | os.PathLike[str]) -> None:
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    values: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
     """Check that a folder's files are whole and hold what its ``config.json`` describes.
 
-    Reads headers only; values are not looked at.
+    Args:
+        path: The folder.
+        values: Look at values too, which must be finite; else headers alone are read.
+        progress: Called with the bytes of values looked at so far, and in all.
 
     Raises:
         ValueError: What is wrong, by name.
@@ -31,6 +41,25 @@ def verify(path: str | os.PathLike[str]) -> None:
     strange = [name for name in shapes if source.tensors[name].get_dtype() not in FLOATS]
     if strange:
         raise ValueError(f"{path}: {strange} must have one of the dtypes {', '.join(FLOATS)}")
+    if values and (faults := _not_finite(source, progress)):
+        raise ValueError(f"{path}: values must be finite: {'; '.join(faults)}")
+
+
+def _not_finite(source: HfFolder, progress: Callable[[int, int], None] | None) -> list[str]:
+    """Which tensors hold NaN or infinities, and how many; a slab at a time."""
+    total = sum(map(nbytes_of, source.tensors.values()))
+    faults, done = [], 0
+    for name, tensor in source.tensors.items():
+        count = 0
+        for box in slabs(source.shape(name), dtype_of(tensor)):
+            found = tensor[box]
+            count += found.numel() - int(found.isfinite().sum())
+            done += found.nbytes
+            if progress is not None:
+                progress(done, total)
+        if count:
+            faults.append(f"{name} has {count} of {math.prod(source.shape(name))} that are not")
+    return faults
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import warnings
 from collections.abc import Sequence
 
 from megablocks_core.ckpt.format.verifying import verify
@@ -29,30 +27,26 @@ from megablocks_core.ckpt.tools.converting import convert
 from megablocks_core.ckpt.tools.differing import diff
 from megablocks_core.ckpt.tools.inspecting import inspect, inspect_text
 from megablocks_core.ckpt.tools.opening import open_checkpoint
+from megablocks_core.files.commands import run_command, say
 from megablocks_core.files.progress import Progress
+
+_NAME = "megablocks-ckpt"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command ``megablocks-ckpt``; return its exit status."""
     options = _parser().parse_args(arguments)
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: _say(str(message))
-        try:
-            return options.run(options)
-        except BrokenPipeError:  # whoever read the output has enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-        except (ValueError, ModuleNotFoundError) as error:
-            _say(str(error))
-            return 2
-        except (CheckpointError, OSError) as error:
-            _say(str(error))
-            return 2 if options.run is _diff else 1
+    return run_command(
+        _NAME,
+        lambda: options.run(options),
+        faults=(CheckpointError, OSError),
+        fault_status=2 if options.run is _diff else 1,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megablocks-ckpt",
+        prog=_NAME,
         description="Look at checkpoints, check, compare, convert, average and delete them.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -97,11 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _say(text: str) -> None:
-    """One line on stderr."""
-    print("megablocks-ckpt: " + " ".join(text.split()), file=sys.stderr)
-
-
 def _inspect(options: argparse.Namespace) -> int:
     found = inspect(options.path)
     if options.json:
@@ -123,7 +112,7 @@ def _verify(options: argparse.Namespace) -> int:
         finally:
             progress.close()
         if fault:
-            _say(fault)
+            say(_NAME, fault)
             status = 1
         else:
             print(f"{path}: whole")
@@ -147,7 +136,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     for line in convert(options.source, options.target, config=options.config):
-        _say(line)
+        say(_NAME, line)
     print(options.target)
     return 0
 

@@ -1,4 +1,4 @@
-"""The one place that joins packages for convenience."""
+"""A decoder with the weights of a Hugging Face folder, in one call."""
 
 from __future__ import annotations
 

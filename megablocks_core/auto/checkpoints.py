@@ -1,0 +1,166 @@
+"""A training checkpoint as a Hugging Face folder, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megablocks_core.ckpt.tools.checkpoint import Checkpoint, Held, read_whole
+from megablocks_core.ckpt.tools.opening import open_checkpoint
+from megablocks_core.export.drafting import HfDraft, name_dtype, planned
+from megablocks_core.export.layout import Layout
+from megablocks_core.export.quantised import plain
+from megablocks_core.export.verifying import layout_of
+from megablocks_core.files import read_json
+from megablocks_core.groups import Whole
+
+CONFIG = "config.json"
+# What averages of weights call their one tensor of each.
+_AVERAGE = "/average"
+
+
+class _Part(NamedTuple):
+    """One logical tensor: its full name in the checkpoint, and what it becomes."""
+
+    full_name: str
+    held: Held
+
+
+def checkpoint_to_hf(
+    checkpoint: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    entry: str = "model",
+    config: str | os.PathLike[str] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 2**30,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the weights in a training checkpoint as a folder that transformers opens.
+
+    The files have the bytes that ``save_hf`` writes of the same model. One tensor is in memory at
+    a time, or the parts of one. The folder appears whole or not at all.
+
+    Args:
+        checkpoint: Of this library, at any layout; of torch's DCP; or of Megatron's ``torch_dist``.
+        path: The folder: new, or empty.
+        entry: Name of the weights in the checkpoint: of a module, or of a ``MovingAverage``. An
+            average is written in the dtypes of the weights, and with those that have none.
+        config: Path of the model's ``config.json``. Default that of ``like``, else the one that
+            was saved beside the weights (``ckpt.save(files={"config.json": ...})``).
+        like: A folder whose tokenizer files are copied.
+        dtype: Of all floating-point tensors; default each weight's own.
+        max_file_bytes: A file is closed before it grows beyond this.
+        progress: Called with the bytes written so far, and in all.
+
+    Raises:
+        ValueError: ``path`` is not empty, there is no ``entry`` or no config, its family is
+            unknown, the tensors are not those that it describes, or values are not finite or do
+            not fit ``dtype``.
+        CheckpointError: ``checkpoint`` is damaged.
+        OSError: The disk is full, or another fault of the file system.
+    """
+    given = Path(like) / CONFIG if config is None and like is not None else config
+    opened = open_checkpoint(checkpoint, config=given)
+    said = plain(_config_of(opened, given, str(checkpoint)))
+    parts = _parts(opened, entry, str(checkpoint))
+    layout = layout_of(said).named(parts)
+    parts = _without_twins(opened, parts, layout)
+    places = {name: place for place, name in enumerate(layout.order)}
+    wholes = sorted(
+        (Whole(name, part.held.shape, part.held.dtype) for name, part in parts.items()),
+        key=lambda whole: (-whole.dtype.itemsize, places.get(whole.name, len(places))),
+    )
+    files = planned(wholes, layout, dtype)
+    name_dtype(said, files)
+    total, done = sum(whole.nbytes for whole in wholes), 0
+    draft = HfDraft(Path(path).absolute(), files, layout, max_file_bytes)
+    try:
+        draft.open()
+        for whole in wholes:
+            draft.add(whole.name, _values(opened, whole.name, parts[whole.name]))
+            done += whole.nbytes
+            if progress is not None:
+                progress(done, total)
+        draft.publish(said, None if like is None else Path(like))
+    finally:
+        draft.close()
+
+
+def _config_of(
+    opened: Checkpoint, given: str | os.PathLike[str] | None, checkpoint: str
+) -> dict[str, Any]:
+    if given is not None:
+        return read_json(Path(given), dict)
+    data = opened.beside().get(CONFIG)
+    if data is None:
+        raise ValueError(
+            f"{checkpoint} has no {CONFIG} beside its tensors: config must be the model's "
+            f"{CONFIG}, or like a folder that has one"
+        )
+    try:
+        said = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{CONFIG} in {checkpoint} is not JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{CONFIG} in {checkpoint} must hold a dict at its top")
+    return said
+
+
+def _parts(opened: Checkpoint, entry: str, checkpoint: str) -> dict[str, _Part]:
+    """The logical tensors of an entry."""
+    kinds = {name: one["kind"] for name, one in opened.state.items()}
+    own = {
+        name.removeprefix(f"{entry}/"): held
+        for name, held in opened.tensors.items()
+        if name.startswith(f"{entry}/")
+    }
+    if kinds.get(entry) == "module":
+        return {name: _Part(f"{entry}/{name}", held) for name, held in own.items()}
+    if kinds.get(entry) == "optimizer" and own and all(name.endswith(_AVERAGE) for name in own):
+        module = next(iter(own)).partition("/")[0]
+        parts = _parts(opened, module, checkpoint)
+        for name, part in parts.items():
+            average = f"{module}/{name}{_AVERAGE}"
+            if average in own:
+                parts[name] = _Part(f"{entry}/{average}", part.held)
+        return parts
+    modules = [name for name, kind in kinds.items() if kind == "module"]
+    raise ValueError(
+        f"entry={entry!r} must be the weights of a model, or their average, in {checkpoint}, "
+        f"where {modules} are modules"
+    )
+
+
+def _without_twins(opened: Checkpoint, parts: dict[str, _Part], layout: Layout) -> dict[str, _Part]:
+    """Without tied tensors that were saved under both names, and tables that nobody reads."""
+    kept = {name: part for name, part in parts.items() if not layout.ignores(name)}
+    described = set(layout.order)
+    for name, twin in layout.tied_parts.items():
+        if name in kept and name not in described and twin in kept:
+            first, second = kept.pop(name), kept[twin]
+            if not _are_equal(opened, first, second):
+                raise ValueError(f"{name} and {twin} are tied, but differ in the checkpoint")
+    return kept
+
+
+def _are_equal(opened: Checkpoint, one: _Part, other: _Part) -> bool:
+    return one.held == other.held and all(
+        torch.equal(opened.read(one.full_name, box), opened.read(other.full_name, box))
+        for box in one.held.slabs()
+    )
+
+
+def _values(opened: Checkpoint, name: str, part: _Part) -> Tensor:
+    values = read_whole(opened, part.full_name).to(part.held.dtype)
+    if values.is_floating_point() and not (finite := values.isfinite()).all():
+        count = values.numel() - int(finite.sum())
+        raise ValueError(f"{name} has {count} of {values.numel()} values that are not finite")
+    return values

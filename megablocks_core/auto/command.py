@@ -1,0 +1,130 @@
+"""Write, check and compare Hugging Face folders.
+
+    megablocks-export hf CHECKPOINT OUT [--config config.json] [--like FOLDER] [--dtype bfloat16]
+                         [--max-file-size 5GB] [--entry model]
+    megablocks-export verify PATH... [--values]
+    megablocks-export diff A B
+
+Exit status: 0 for success; 1 for a fault that was found; 2 for wrong usage. ``diff``: 0 if both
+hold the same, 1 if they differ, 2 for trouble.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from megablocks_core.auto.checkpoints import checkpoint_to_hf
+from megablocks_core.ckpt import CheckpointError
+from megablocks_core.export import verify
+from megablocks_core.export.differing import diff
+from megablocks_core.files.commands import run_command, say
+from megablocks_core.files.progress import Progress
+
+_NAME = "megablocks-export"
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command ``megablocks-export``; return its exit status."""
+    options = _parser().parse_args(arguments)
+    return run_command(
+        _NAME,
+        lambda: options.run(options),
+        faults=(CheckpointError, OSError),
+        fault_status=2 if options.run is _diff else 1,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_NAME, description="Write, check and compare Hugging Face folders."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    one = commands.add_parser("hf", help="turn a training checkpoint into a Hugging Face folder")
+    one.add_argument("checkpoint", metavar="CHECKPOINT", help="ours, torch DCP's or Megatron's")
+    one.add_argument("out", metavar="OUT", help="a new or empty folder")
+    one.add_argument("--config", help="the model's config.json; default: LIKE's, the checkpoint's")
+    one.add_argument("--like", metavar="FOLDER", help="copy config and tokenizer files from there")
+    one.add_argument("--dtype", choices=_DTYPES, help="of all weights; default: each its own")
+    one.add_argument(
+        "--max-file-size", type=_size, default=5 * 2**30, metavar="SIZE", help="such as 5GB"
+    )
+    one.add_argument("--entry", default="model", help="the weights' name, or their average's")
+    one.set_defaults(run=_hf)
+
+    one = commands.add_parser("verify", help="compare names, shapes and dtypes with config.json")
+    one.add_argument("paths", nargs="+", metavar="PATH", help="a Hugging Face folder")
+    one.add_argument("--values", action="store_true", help="read all, which must be finite")
+    one.set_defaults(run=_verify)
+
+    one = commands.add_parser("diff", help="compare tensors, configs and the files beside")
+    one.add_argument("paths", nargs=2, metavar="PATH", help="a Hugging Face folder")
+    one.set_defaults(run=_diff)
+    return parser
+
+
+def _size(text: str) -> int:
+    """Bytes, from a number and perhaps a unit."""
+    number, unit = text.strip().upper(), 1
+    for name, size in _UNITS.items():
+        if number.endswith(name):
+            number, unit = number.removesuffix(name), size
+            break
+    if not number.isdecimal() or not int(number):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of bytes, such as 5GB")
+    return int(number) * unit
+
+
+def _hf(options: argparse.Namespace) -> int:
+    progress = Progress("hf")
+    try:
+        checkpoint_to_hf(
+            options.checkpoint,
+            options.out,
+            entry=options.entry,
+            config=options.config,
+            like=options.like,
+            dtype=options.dtype and getattr(torch, options.dtype),
+            max_file_bytes=options.max_file_size,
+            progress=progress.show,
+        )
+    finally:
+        progress.close()
+    print(options.out)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    status = 0
+    for path in options.paths:
+        progress, fault = Progress("verify"), ""
+        try:
+            verify(path, values=options.values, progress=progress.show)
+        except (ValueError, OSError) as error:
+            fault = str(error)
+        finally:
+            progress.close()
+        if fault:
+            say(_NAME, fault if path in fault else f"{path}: {fault}")
+            status = 1
+        else:
+            print(f"{path}: whole")
+    return status
+
+
+def _diff(options: argparse.Namespace) -> int:
+    status = 0
+    for line in diff(*options.paths):
+        print(line)
+        status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
