@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 
 TOKENS = torch.arange(28).view(4, 7) * 5 % 50
@@ -164,8 +165,6 @@ def write_reference(case: str, folder: Path) -> None:
 
 def tiny(case: str, dtype: torch.dtype = F64) -> Any:
     """A transformers model far from its initial values, where all is linear."""
-    import transformers
-
     family, options = MODELS[case]
     torch.manual_seed(1)
     model_type = family.removesuffix("_ssm")
