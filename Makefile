@@ -24,7 +24,7 @@ test: $(READY)  ## What a change must pass, on JOBS= processes; ARGS= goes to py
 
 test-all: $(READY)  ## The same with the big counts and matrices, late messages, and mutations
 	$(RUN) -m pytest -m "not drill and not gpu" $(ARGS)
-	$(RUN) -m pytest --delayed tests/groups tests/parallel tests/layers
+	$(RUN) -m pytest --delayed tests/groups tests/parallel tests/layers tests/export
 	$(RUN) tools/mutate.py
 
 drill: $(READY)  ## Kills, full disks, broken networks
