@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
 from megablocks_core.export.families import family_of
 from megablocks_core.export.layout import Layout
 from megablocks_core.export.operations import Lazy
 from megablocks_core.export.pickles import PICKLE, read_pickle
 from megablocks_core.export.quantised import dequantised
 from megablocks_core.files import read_json
+from megablocks_core.files.slices import open_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -56,15 +55,11 @@ class HfFolder:
         if family is not None and family.pickled and (folder / PICKLE).is_file():
             self.tensors = read_pickle(folder / PICKLE)
             return
-        for name in sorted(set(self._weight_map().values())):
+        places = self._weight_map()
+        for name in sorted(set(places.values())):
             self._open(folder / name)
-        listed = self._weight_map() if (folder / INDEX).exists() else self.tensors
-        if set(listed) != set(self.tensors):
-            raise ValueError(
-                f"{folder / INDEX} does not agree with the files: only in the index "
-                f"{sorted(set(listed) - set(self.tensors))}, only in the files "
-                f"{sorted(set(self.tensors) - set(listed))}"
-            )
+        if (folder / INDEX).exists():
+            self._check_index(places)
         if family is not None:
             self.tensors = family.prefixed(self.tensors)
         self.tensors = dequantised(self.tensors, self.config)
@@ -92,7 +87,7 @@ class HfFolder:
             ours = {} if wrong else rule.to_ours(wholes)
             for name in rule.ours:
                 found[name] = Found(theirs, self.tensors[wrong[0]] if wrong else ours[name])
-        described = {name for rule in layout.rules for name in rule.theirs}
+        described = layout.schema.keys()
         for name, whole in self.tensors.items():
             if name not in described and not layout.ignores(name):
                 found[name] = Found((name,), whole)
@@ -104,10 +99,27 @@ class HfFolder:
         weight_map = read_json(self.path / INDEX, dict).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{self.path / INDEX} must have a weight_map")
-        outside = sorted({file for file in weight_map.values() if Path(file).name != file})
+        files = list(dict.fromkeys(map(str, weight_map.values())))
+        outside = sorted(name for name in files if not name or Path(name).name != name)
         if outside:
             raise ValueError(f"{self.path / INDEX} names files outside its folder: {outside}")
-        return weight_map
+        return {name: str(file) for name, file in weight_map.items()}
+
+    def _check_index(self, places: dict[str, str]) -> None:
+        held = {name: tensor.file.path.name for name, tensor in self.tensors.items()}
+        faults = []
+        if set(places) != set(held):
+            faults.append(
+                f"only in the index {sorted(places.keys() - held.keys())}, only in the files "
+                f"{sorted(held.keys() - places.keys())}"
+            )
+        elsewhere = sorted(name for name in places if held.get(name, places[name]) != places[name])
+        if elsewhere:
+            faults.append(f"in another file than the index says {elsewhere}")
+        if faults:
+            raise ValueError(
+                f"{self.path / INDEX} does not agree with the files: {'; '.join(faults)}"
+            )
 
     def _open(self, file: Path) -> None:
         if not file.is_file():
@@ -115,11 +127,10 @@ class HfFolder:
             hint = f"; {others} are pickles, which are not read" if others else ""
             raise ValueError(f"{file} is missing{hint}")
         try:
-            opened: Any = safe_open(str(file), "pt")
-        except SafetensorError as error:
+            opened = open_tensors(file)
+        except ValueError as error:
             raise ValueError(f"{file} is damaged or cut short: {error}") from error
-        twice = sorted(set(opened.keys()) & set(self.tensors))
+        twice = sorted(opened.keys() & self.tensors.keys())
         if twice:
             raise ValueError(f"{file} holds tensors that another file holds too: {twice}")
-        for name in opened.keys():  # noqa: SIM118, not a dict
-            self.tensors[name] = opened.get_slice(name)
+        self.tensors |= opened

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -93,7 +94,7 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry
 
     Raises:
         ValueError: The header says what cannot be: it is longer than the file or than 100 MB, is
-            no JSON of the format, a name comes twice, or its tensors overlap or do not fill the file.
+            no JSON of the format, has a name twice, or its tensors overlap or do not fill the file.
     """
     length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
     if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
@@ -124,9 +125,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, in which each name comes once."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"names must come once: {twice}")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} must come once in an object")
     return found
 
 
@@ -169,11 +169,14 @@ class SafetensorsWriter:
         self.write(tensor)
 
     def write(self, values: Tensor) -> None:
-        """Write the next values of the next tensor, which lie on the CPU; in any shape."""
-        data = memoryview(as_bytes(values).numpy())
-        self._left -= data.nbytes
-        assert values.dtype == self._waiting[-1].dtype and self._left >= 0
+        """Write the next values of the next tensor, in order; they lie on the CPU, in any shape.
+
+        An empty tensor takes one call as well.
+        """
+        data = as_bytes(values).numpy().data
+        assert values.dtype == self._waiting[-1].dtype and data.nbytes <= self._left
         self._write(data)
+        self._left -= data.nbytes
         if not self._left:
             self._waiting.pop()
             self._begin()
@@ -191,12 +194,10 @@ class SafetensorsWriter:
             self._file = -1
 
     def _begin(self) -> None:
-        """Go on to the next tensor that has values."""
-        while self._waiting and not (left := self._waiting[-1].nbytes):
-            self._waiting.pop()
         self._left = self._waiting[-1].nbytes if self._waiting else 0
 
     def _write(self, data: memoryview) -> None:
         disk.write(self._file, [data], self._offset)
-        disk.begin_sync(self._file, self._offset, data.nbytes)
+        if data.nbytes:
+            disk.begin_sync(self._file, self._offset, data.nbytes)
         self._offset += data.nbytes

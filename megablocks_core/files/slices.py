@@ -28,27 +28,36 @@ STEP_BYTES = 2**21
 _GAP_BYTES = 2**16
 
 
+def open_tensors(path: Path) -> dict[str, FileTensor]:
+    """The tensors of a safetensors file, by name, in the order of its header.
+
+    They hold the file open; it is closed with the last of them.
+
+    Raises:
+        ValueError: The header says what cannot be.
+        OSError: The file cannot be read.
+    """
+    file = TensorFile(path)
+    entries = read_header(file.bytes, file.size)
+    return {name: FileTensor(file, name, entry) for name, entry in entries.items()}
+
+
 class TensorFile:
-    """A safetensors file that is open.
+    """A file that is open for reading, and closed with its last user.
 
     Args:
         path: The file.
 
     Attributes:
-        tensors: By name, in the order of the header.
-
-    Raises:
-        ValueError: Its header says what cannot be.
-        OSError: It cannot be read.
+        path: The file.
+        size: How many bytes it had when it was opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.close = finalize(self, os.close, self._descriptor)
-        size = os.fstat(self._descriptor).st_size
-        entries = read_header(self._bytes, size)
-        self.tensors = {name: FileTensor(self, name, entry) for name, entry in entries.items()}
+        finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill ``memory`` with the bytes from ``offset`` on.
@@ -62,7 +71,8 @@ class TensorFile:
                 raise ValueError(f"{self.path} is cut short: it ends before byte {offset + 1}")
             memory, offset = memory[done:], offset + done
 
-    def _bytes(self, start: int, stop: int) -> bytes:
+    def bytes(self, start: int, stop: int) -> bytes:
+        """The bytes [start, stop)."""
         data = bytearray(stop - start)
         self.read(memoryview(data), start)
         return bytes(data)
@@ -200,4 +210,4 @@ def _cuts(part: slice, size: int) -> bool:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    return memoryview(as_bytes(tensor.detach()).numpy())
+    return as_bytes(tensor.detach()).numpy().data

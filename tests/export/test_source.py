@@ -49,19 +49,65 @@ def test_index_and_files_must_agree(tmp_path):
     path = tmp_path / "a" / "model.safetensors.index.json"
     good = json.loads(path.read_text())
     file = good["weight_map"]["model.norm.weight"]
-    twice = good["weight_map"]["lm_head.weight"]
+    other = good["weight_map"]["model.embed_tokens.weight"]
+    assert file != other
     for weight_map, message in (
         ({**good["weight_map"], "ghost": file}, r"only in the index \['ghost'\]"),
         ({**good["weight_map"], "ghost": "../model.safetensors"}, "files outside its folder"),
+        ({**good["weight_map"], "ghost": "/etc/passwd"}, "files outside its folder"),
         ({**good["weight_map"], "ghost": "model-9.safetensors"}, "model-9.safetensors is missing"),
+        ({**good["weight_map"], "ghost": ""}, "files outside its folder"),
+        ({**good["weight_map"], "ghost": 5}, "5 is missing"),
+        ({**good["weight_map"], "ghost": ".."}, "is missing"),
+        ({**good["weight_map"], "model.norm.weight": other}, r"says \['model.norm.weight'\]"),
         ({}, "must have a weight_map"),
+        ([], "must have a weight_map"),
     ):
         path.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ValueError, match=message):
             load_hf(model, tmp_path / "a")
     path.write_text(json.dumps(good))
-    tensors = {**load_file(tmp_path / "a" / file), **load_file(tmp_path / "a" / twice)}
-    save_file(tensors, tmp_path / "a" / file)
-    if file != twice:
-        with pytest.raises(ValueError, match="holds tensors that another file holds too"):
-            load_hf(model, tmp_path / "a")
+    norm = load_file(tmp_path / "a" / file)["model.norm.weight"]
+    tensors = {**load_file(tmp_path / "a" / other), "model.norm.weight": norm}
+    save_file(tensors, tmp_path / "a" / other)
+    for read in (verify, lambda folder: load_hf(model, folder)):
+        with pytest.raises(ValueError, match=r"another file holds too: \['model.norm.weight'\]"):
+            read(tmp_path / "a")
+
+
+def test_links_are_followed_as_the_cache_of_the_hub_has_them(tmp_path):
+    model = _model()
+    model.save_pretrained(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(f"../blobs/{path.name}")
+    (tmp_path / "link").symlink_to("snapshot", target_is_directory=True)
+    verify(tmp_path / "link")
+    load_hf(_model(), tmp_path / "link")
+    (tmp_path / "blobs" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="model.safetensors is missing"):
+        load_hf(_model(), tmp_path / "link")
+
+
+@pytest.mark.parametrize(
+    "kind", ["file", "empty folder", "no folder", "empty file", "folder of it"]
+)
+def test_what_is_no_folder_of_a_model_is_refused(tmp_path, kind):
+    path, message = tmp_path / "a", "config.json is missing"
+    if kind == "file":
+        path.write_text("{}")
+    elif kind != "no folder":
+        path.mkdir()
+    if kind in ("empty file", "folder of it"):
+        _model().save_pretrained(path)
+        weights = path / "model.safetensors"
+        weights.unlink()
+        message = "model.safetensors is missing"
+        if kind == "empty file":
+            weights.touch()
+            message = "model.safetensors is damaged or cut short"
+        else:
+            weights.mkdir()
+    for read in (verify, lambda folder: load_hf(_model(), folder)):
+        with pytest.raises(ValueError, match=message):
+            read(path)

@@ -82,6 +82,7 @@ _GOOD = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
         (_file(b"\xff\xff"), "is not JSON"),
         (_file(b"[" * 10**5), "is not JSON"),
         (_file([1]), "is not an object"),
+        (_file(b'{"a":1,"a":1}'), "'a' must come once"),
         (_file({"a": 1}), "entry of 'a' cannot be: 1"),
         (_file({"a": _GOOD | {"dtype": "U9"}}, b"12"), "entry of 'a' cannot be"),
         (_file({"a": _GOOD | {"dtype": ["U8"]}}, b"12"), "entry of 'a' cannot be"),
