@@ -33,3 +33,35 @@ def check_arguments(
     for name, x in {**tensors, **given, **sums}.items():
         if x.device != device:
             raise ValueError(f"{name} on {x.device} must be on {device}, as {next(iter(tensors))}")
+
+
+def check_dims(**wanted: tuple[Tensor, int]) -> None:
+    """Refuse tensors of another number of dimensions than that beside them.
+
+    Raises:
+        ValueError: As said.
+    """
+    for name, (x, dims) in wanted.items():
+        if x.dim() != dims:
+            raise ValueError(f"{name} of shape {tuple(x.shape)} must have {dims} dimensions")
+
+
+def check_shapes(**wanted: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Refuse tensors of other shapes than those beside them; one that is missing has any.
+
+    Raises:
+        ValueError: As said; sizes that would broadcast are refused too.
+    """
+    for name, (x, shape) in wanted.items():
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{name} of shape {tuple(x.shape)} must have shape {shape}")
+
+
+def check_groups_of_heads(groups: int, heads: int) -> None:
+    """Refuse groups that heads do not divide into evenly.
+
+    Raises:
+        ValueError: As said.
+    """
+    if groups < 1 or heads % groups:
+        raise ValueError(f"B of {groups} groups must divide the {heads} heads of x evenly")

@@ -178,7 +178,7 @@ def check_cut(cut: SequenceCut | None, cu_seqlens: Tensor | None, *, tokens: int
 def _parts(x: Tensor, cut: SequenceCut) -> list[Tensor]:
     """A tensor's entries in each of this rank's pieces."""
     if cut.cu_seqlens is not None and x.shape[0] != 1:
-        raise ValueError(f"cu_seqlens of the cut must come with one row, not {x.shape[0]}")
+        raise ValueError(f"cu_seqlens must come with one row of tokens, not {x.shape[0]}")
     entries = x.shape[1] // cut.local_length if cut.local_length else 1
     if x.shape[1] != entries * cut.local_length:
         raise ValueError(

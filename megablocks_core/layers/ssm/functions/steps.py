@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from megablocks_core.layers.ssm.functions.arguments import (
+    check_dims,
+    check_groups_of_heads,
+    check_shapes,
+)
+from megablocks_core.parallel.checks import check_tensors
+
 
 def wide(*tensors: Tensor) -> torch.dtype:
     """The dtype of states: float64 if an input is, else float32."""
@@ -34,7 +41,18 @@ def causal_conv1d_step(
         bias_C: Added to every output.
         state: The W - 1 inputs before the token, oldest first [B W-1 C].
         activation: The output passes through SiLU.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
+    check_tensors(state=state)
+    check_dims(weight=(weight_CW, 2), x=(x_BC, 2))
+    (rows, channels), width = x_BC.shape, weight_CW.shape[1]
+    check_shapes(
+        weight=(weight_CW, (channels, width)),
+        bias=(bias_C, (channels,)),
+        state=(state, (rows, width - 1, channels)),
+    )
     window_BWC = torch.cat((state, x_BC[:, None].to(state.dtype)), dim=1)
     y_BC = (window_BWC.to(wide(x_BC)) * weight_CW.t()).sum(1)
     y_BC = y_BC if bias_C is None else y_BC + bias_C
@@ -64,7 +82,21 @@ def selective_step(
 
     Returns:
         ``y`` [B D] and the next state.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
+    check_tensors(state=state)
+    check_dims(x=(x_BD, 2), A=(A_DN, 2))
+    (rows, channels), states = x_BD.shape, A_DN.shape[1]
+    check_shapes(
+        dt=(dt_BD, (rows, channels)),
+        A=(A_DN, (channels, states)),
+        B=(B_BN, (rows, states)),
+        C=(C_BN, (rows, states)),
+        D=(D, (channels,)),
+        state=(state, (rows, channels, states)),
+    )
     kind = wide(x_BD, state)
     x, dt = x_BD.to(kind), dt_BD.to(kind)
     decay_BDN = torch.exp(dt[..., None] * A_DN.to(kind))
@@ -97,11 +129,26 @@ def ssd_step(
 
     Returns:
         ``y`` [B H P] and the next state.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
+    check_tensors(state=state)
+    check_dims(x=(x_BHP, 3), B=(B_BGN, 3))
+    (rows, heads, features), (groups, states) = x_BHP.shape, B_BGN.shape[1:]
+    check_groups_of_heads(groups, heads)
+    check_shapes(
+        dt=(dt_BH, (rows, heads)),
+        A=(A_H, (heads,)),
+        B=(B_BGN, (rows, groups, states)),
+        C=(C_BGN, (rows, groups, states)),
+        D=(D, (heads,) if D is None or D.dim() == 1 else (heads, features)),
+        state=(state, (rows, heads, features, states)),
+    )
     kind = wide(x_BHP, state)
     x, dt = x_BHP.to(kind), dt_BH.to(kind)
-    heads = x.shape[1] // B_BGN.shape[1]
-    B_BHN, C_BHN = (part.to(kind).repeat_interleave(heads, dim=1) for part in (B_BGN, C_BGN))
+    served = heads // groups
+    B_BHN, C_BHN = (part.to(kind).repeat_interleave(served, dim=1) for part in (B_BGN, C_BGN))
     decay_BH = torch.exp(dt * A_H.to(kind))
     state = decay_BH[..., None, None] * state + (dt[..., None] * x)[..., None] * B_BHN[:, :, None]
     y_BHP = (state @ C_BHN[..., None]).squeeze(-1)
@@ -135,7 +182,20 @@ def gated_delta_step(
 
     Returns:
         ``o`` [B H V] and the next state.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
+    check_tensors(state=state)
+    check_dims(q=(q_BHK, 3), v=(v_BHV, 3))
+    (rows, heads, keys), values = q_BHK.shape, v_BHV.shape[2]
+    check_shapes(
+        k=(k_BHK, (rows, heads, keys)),
+        v=(v_BHV, (rows, heads, values)),
+        g=(g_BH, (rows, heads)),
+        beta=(beta_BH, (rows, heads)),
+        state=(state, (rows, heads, keys, values)),
+    )
     kind = wide(q_BHK, state)
     q, k, v, g, beta = (part.to(kind) for part in (q_BHK, k_BHK, v_BHV, g_BH, beta_BH))
     state = torch.exp(g)[..., None, None] * state

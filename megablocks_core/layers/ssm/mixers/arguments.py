@@ -5,13 +5,15 @@ Dimensions: B rows, T tokens, H hidden size, E documents.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megablocks_core.layers.ssm.mixers.state import MixerState
 from megablocks_core.parallel import SequenceCut
-from megablocks_core.parallel.checks import check_floating, check_tensors, check_whole
+from megablocks_core.parallel.checks import check_floating, check_number, check_tensors, check_whole
 from megablocks_core.parallel.sequence import check_cu_seqlens
 
 
@@ -19,6 +21,11 @@ def check_sizes(**sizes: int) -> None:
     """Raise ``ValueError`` unless each is a whole number of at least 1."""
     for name, size in sizes.items():
         check_whole(name, size, least=1)
+
+
+def check_eps(name: str, eps: float) -> None:
+    """Raise ``ValueError`` unless it can stand under the root of a norm."""
+    check_number(name, eps, "positive and finite", lambda value: 0.0 < value < math.inf)
 
 
 def check_input(x: Tensor, hidden_size: int, *, shape: str) -> None:

@@ -27,7 +27,7 @@ from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
 from megablocks_core.layers.ssm.functions.delta import gated_delta_rule
 from megablocks_core.layers.ssm.functions.heads import to_tokens
 from megablocks_core.layers.ssm.functions.steps import gated_delta_step
-from megablocks_core.layers.ssm.mixers.arguments import check_sizes
+from megablocks_core.layers.ssm.mixers.arguments import check_eps, check_sizes
 from megablocks_core.layers.ssm.mixers.by_heads import (
     Context,
     Part,
@@ -48,6 +48,7 @@ from megablocks_core.layers.ssm.mixers.gated_norm import GatedRMSNorm
 from megablocks_core.layers.ssm.mixers.mixer import Function, Mixer, Projected
 from megablocks_core.layers.ssm.mixers.state import MixerState
 from megablocks_core.parallel import SequenceCut
+from megablocks_core.parallel.checks import check_flags
 from megablocks_core.parallel.initial import key_for
 
 # Added to the square of a query's or key's length before it is made 1.
@@ -149,6 +150,8 @@ class GatedDeltaNet(Mixer):
             conv_kernel=conv_kernel,
             chunk_size=chunk_size,
         )
+        check_eps("norm_eps", norm_eps)
+        check_flags(sequence_parallel=sequence_parallel)
         self.hidden_size = hidden_size
         if num_value_heads % num_key_heads:
             raise ValueError(

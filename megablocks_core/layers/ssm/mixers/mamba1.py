@@ -30,7 +30,7 @@ from megablocks_core.layers.norm import RMSNorm
 from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
 from megablocks_core.layers.ssm.functions.selective import selective_scan
 from megablocks_core.layers.ssm.functions.steps import selective_step
-from megablocks_core.layers.ssm.mixers.arguments import check_sizes
+from megablocks_core.layers.ssm.mixers.arguments import check_eps, check_sizes
 from megablocks_core.layers.ssm.mixers.decays import (
     check_range,
     draw_step_biases_,
@@ -43,6 +43,7 @@ from megablocks_core.layers.ssm.mixers.float32 import Float32Parameters, wide_dt
 from megablocks_core.layers.ssm.mixers.gated_norm import gated
 from megablocks_core.layers.ssm.mixers.mixer import Function, Mixer, Projected
 from megablocks_core.layers.ssm.mixers.state import MixerState
+from megablocks_core.parallel.checks import check_flags
 from megablocks_core.parallel.initial import key_for, uniform_
 
 
@@ -125,6 +126,8 @@ class Mamba1(Mixer):
             dt_rank=dt_rank,
             chunk_size=chunk_size,
         )
+        check_eps("norm_eps", norm_eps)
+        check_flags(bias=bias, conv_bias=conv_bias, sequence_parallel=sequence_parallel)
         self.hidden_size = hidden_size
         own = split_evenly(inner_size, group=tp, name="inner_size")
         self.inner_size, self.state_size, self.dt_rank = own.stop - own.start, state_size, dt_rank

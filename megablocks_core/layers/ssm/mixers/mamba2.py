@@ -19,7 +19,7 @@ from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
 from megablocks_core.layers.ssm.functions.heads import to_tokens
 from megablocks_core.layers.ssm.functions.ssd import ssd_chunk_scan
 from megablocks_core.layers.ssm.functions.steps import ssd_step
-from megablocks_core.layers.ssm.mixers.arguments import check_sizes
+from megablocks_core.layers.ssm.mixers.arguments import check_eps, check_sizes
 from megablocks_core.layers.ssm.mixers.by_heads import (
     Context,
     Part,
@@ -40,6 +40,7 @@ from megablocks_core.layers.ssm.mixers.gated_norm import GatedRMSNorm
 from megablocks_core.layers.ssm.mixers.mixer import Function, Mixer, Projected
 from megablocks_core.layers.ssm.mixers.state import MixerState
 from megablocks_core.parallel import SequenceCut
+from megablocks_core.parallel.checks import check_flags
 from megablocks_core.parallel.initial import key_for
 
 
@@ -153,7 +154,19 @@ class Mamba2(Mixer):
         self.hidden_size = hidden_size
         norm_groups = num_groups if norm_groups is None else norm_groups
         check_sizes(norm_groups=norm_groups)
+        check_eps("norm_eps", norm_eps)
+        check_flags(
+            norm_before_gate=norm_before_gate,
+            bias=bias,
+            conv_bias=conv_bias,
+            sequence_parallel=sequence_parallel,
+        )
         _check_heads(num_heads, num_groups, tp)
+        if num_heads * head_dim % norm_groups:
+            raise ValueError(
+                f"norm_groups={norm_groups} must divide the {num_heads * head_dim} features of "
+                "all heads"
+            )
         check_context(context, num_heads, tp=tp, cp=cp)
         check_range("time_step_limit", time_step_limit, lowest=0.0, finite=False)
         check_range("time_step_range", time_step_range, lowest=1e-12)

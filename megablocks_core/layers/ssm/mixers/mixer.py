@@ -194,7 +194,9 @@ class Mixer(Float32Parameters, ABC):
     ) -> tuple[Tensor, MixerState]:
         """A whole sequence, or the pieces that this rank holds; states only if ``keep``."""
         check_input(x_TH, self.hidden_size, shape="[... T H]")
-        self._check(cut, cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)
+        own = x_TH.shape[-2]
+        whole = own * self.tp.size if self.sequence_parallel else own
+        self._check(cut, whole, cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)
         if cu_seqlens is None and cu_seqlens_padded is not None:
             raise ValueError(
                 "cu_seqlens_padded must come with cu_seqlens, the lengths without pads"
@@ -202,8 +204,9 @@ class Mixer(Float32Parameters, ABC):
         documents, real_T1 = cu_seqlens, None
         if cu_seqlens is not None and cu_seqlens_padded is not None:
             documents = cu_seqlens_padded
-            own = x_TH.shape[-2]
-            real_T1 = self._real(own, cu_seqlens, documents, cut)
+            length = whole if cut is None else cut.length
+            check_padded(cu_seqlens, documents, length=length)
+            real_T1 = real_tokens(cu_seqlens, documents, length=length, cut=cut)[:, None]
             first = self.tp.rank * own if self.sequence_parallel else 0
             x_TH = x_TH.where(real_T1.narrow(0, first, own), 0)
         projected = self._project(x_TH)
@@ -231,16 +234,8 @@ class Mixer(Float32Parameters, ABC):
         y_TH = self.out_proj(y_BTi.reshape(*leading, *y_BTi.shape[-2:]))
         return y_TH, new
 
-    def _real(
-        self, own: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, cut: SequenceCut | None
-    ) -> Tensor:
-        """Which tokens are no pads [T 1], given how many this rank's ``x`` has."""
-        whole = own * self.tp.size if self.sequence_parallel else own
-        length = whole if cut is None else cut.length
-        check_padded(cu_seqlens, cu_seqlens_padded, length=length)
-        return real_tokens(cu_seqlens, cu_seqlens_padded, length=length, cut=cut)[:, None]
-
-    def _check(self, cut: SequenceCut | None, stored: Tensor | None) -> None:
+    def _check(self, cut: SequenceCut | None, tokens: int, stored: Tensor | None) -> None:
+        """Refuse a cut that does not fit the layout, these tokens or where documents lie."""
         if cut is None and self.cp.size > 1:
             raise ValueError(f"cut=None must say how the row is cut over {self.cp.size} ranks")
         if cut is None:
@@ -249,6 +244,10 @@ class Mixer(Float32Parameters, ABC):
             raise ValueError(f"cut={cut!r} must be a SequenceCut")
         if cut.group.ranks != self.cp.ranks:
             raise ValueError(f"cut over {cut.group} must be over cp={self.cp}")
+        if tokens != cut.local_length:
+            raise ValueError(
+                f"cut={cut} must give this rank {tokens} tokens, not {cut.local_length}"
+            )
         check_same_documents(cut, stored)
 
     def _refuse_pieces(self, what: str) -> None:

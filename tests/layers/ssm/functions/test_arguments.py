@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from megablocks_core.layers.ssm.functions.arguments import check_arguments
+from megablocks_core.layers.ssm.functions.arguments import (
+    check_arguments,
+    check_dims,
+    check_groups_of_heads,
+    check_shapes,
+)
 from megablocks_core.layers.ssm.functions.convolution import causal_conv1d
 from megablocks_core.layers.ssm.functions.delta import gated_delta_rule
 from megablocks_core.layers.ssm.functions.selective import selective_scan
@@ -17,6 +22,12 @@ SHAPES = {
     selective_scan: {"x": BLH, "dt": BLH, "A": (2, 3), "B": (1, 6, 3), "C": (1, 6, 3), "D": (2,)},
     ssd_chunk_scan: {"x": BLHN, "dt": BLH, "A": (2,), "B": BLHN, "C": BLHN, "D": (2,)},
     gated_delta_rule: {"q": BLHN, "k": BLHN, "v": BLHN, "g": BLH, "beta": BLH},
+}
+# Sizes that no other argument has, so that another one is another call, and not a wrong one.
+FREE = {
+    causal_conv1d: [("x", 0), ("x", 1), ("weight", 1)],
+    ssd_chunk_scan: [("x", 3)],
+    gated_delta_rule: [("v", 3)],
 }
 WRONG = {
     "list": lambda x: x.tolist(),
@@ -42,6 +53,49 @@ def test_what_is_no_floating_point_tensor_here_is_named(function, wrong):
         named = name if name != next(iter(given)) or not _is_elsewhere(wrong(x)) else "weight|dt|k"
         with pytest.raises(ValueError, match=rf"^({named})\b"):
             function(**{**given, "initial_state": state, name: wrong(x)})
+
+
+@each_function
+def test_no_size_is_broadcast(function):
+    for name, shape in SHAPES[function].items():
+        for dim, size in enumerate(shape):
+            if (name, dim) in FREE.get(function, []):
+                continue
+            for other in {0, 1, size + 1} - {size}:
+                wrong = torch.zeros(*shape[:dim], other, *shape[dim + 1 :])
+                with pytest.raises(ValueError, match=r"^\w+ of "):
+                    function(**{**arguments(function), name: wrong})
+        for wrong in (torch.zeros(shape)[None], torch.zeros(())):
+            with pytest.raises(ValueError, match=r"^\w+ of shape"):
+                function(**{**arguments(function), name: wrong})
+
+
+@pytest.mark.parametrize("heads, features, states", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
+def test_heads_have_features_and_states(heads, features, states):
+    B = torch.zeros(1, 6, 1, states)
+    with pytest.raises(ValueError, match="^x of .* at least one"):
+        ssd_chunk_scan(
+            torch.zeros(1, 6, heads, features), torch.zeros(1, 6, heads), torch.zeros(heads), B, B
+        )
+
+
+def test_keys_have_features():
+    with pytest.raises(ValueError, match="^q of shape .* at least one"):
+        gated_delta_rule(*(torch.zeros(1, 6, 2, n) for n in (0, 0, 3)), *torch.zeros(2, 1, 6, 2))
+
+
+def test_shapes_are_those_beside_them():
+    x = torch.zeros(2, 3)
+    check_dims(x=(x, 2))
+    check_shapes(x=(x, (2, 3)), missing=(None, (1,)))
+    with pytest.raises(ValueError, match=r"^x of shape \(2, 3\) must have 3 dimensions"):
+        check_dims(x=(x, 3))
+    with pytest.raises(ValueError, match=r"^x of shape \(2, 3\) must have shape \(1, 3\)"):
+        check_shapes(x=(x, (1, 3)))
+    check_groups_of_heads(2, 4)
+    for groups in (0, 3):
+        with pytest.raises(ValueError, match=f"^B of {groups} groups must divide the 4 heads"):
+            check_groups_of_heads(groups, 4)
 
 
 @each_function

@@ -347,7 +347,7 @@ def test_wrong_tokens_are_refused():
         with pytest.raises(ValueError, match=r"x of shape \(1, 7, 2\) must have the 8 tokens"):
             call(torch.zeros(1, 7, 2), cut=cut)
         packed = SequenceCut(8, cu_seqlens=torch.tensor([0, 8]))
-        with pytest.raises(ValueError, match="cu_seqlens of the cut must come with one row, not 2"):
+        with pytest.raises(ValueError, match="cu_seqlens must come with one row of tokens, not 2"):
             call(torch.zeros(2, 8, 2), cut=packed)
 
 

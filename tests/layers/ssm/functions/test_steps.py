@@ -101,3 +101,35 @@ def test_states_are_wide_and_results_as_inputs():
     assert (y.dtype, after.dtype, state.abs().sum()) == (torch.bfloat16, torch.float32, 0)
     assert wide(x) == torch.float32
     assert wide(x, _draw(1)) == F64
+
+
+_STEPS = {
+    causal_conv1d_step: {"x_BC": (2, 3), "weight_CW": (3, 4), "bias_C": (3,), "state": (2, 3, 3)},
+    selective_step: {
+        **{"x_BD": (2, 4), "dt_BD": (2, 4), "A_DN": (4, 3), "B_BN": (2, 3), "C_BN": (2, 3)},
+        **{"D": (4,), "state": (2, 4, 3)},
+    },
+    ssd_step: {
+        **{"x_BHP": (2, 4, 5), "dt_BH": (2, 4), "A_H": (4,), "B_BGN": (2, 2, 3)},
+        **{"C_BGN": (2, 2, 3), "D": (4,), "state": (2, 4, 5, 3)},
+    },
+    gated_delta_step: {
+        **{"q_BHK": (2, 4, 5), "k_BHK": (2, 4, 5), "v_BHV": (2, 4, 3), "g_BH": (2, 4)},
+        **{"beta_BH": (2, 4), "state": (2, 4, 5, 3)},
+    },
+}
+
+
+@pytest.mark.parametrize("step", _STEPS, ids=lambda each: each.__name__)
+def test_no_size_is_broadcast(step):
+    """A state of one row, or of another layer, is no state of these rows."""
+    shapes = _STEPS[step]
+    step(**{name: torch.zeros(shape) for name, shape in shapes.items()})
+    for name, shape in shapes.items():
+        others = [(*shape[:d], n, *shape[d + 1 :]) for d in range(len(shape)) for n in (1, 7)]
+        for other in (*others, (*shape, 1), ()):
+            given = {**shapes, name: other}
+            with pytest.raises(ValueError, match=r"^\w+ of "):
+                step(**{name: torch.zeros(shape) for name, shape in given.items()})
+    with pytest.raises(ValueError, match="^state of type NoneType"):
+        step(**{**{name: torch.zeros(shape) for name, shape in shapes.items()}, "state": None})

@@ -3,16 +3,25 @@
 import pytest
 import torch
 
+from megablocks_core.groups import Mesh
 from megablocks_core.layers.ssm import MixerState
 from megablocks_core.layers.ssm.mixers.arguments import check_padded, check_same_documents
 from megablocks_core.parallel import SequenceCut
+from megablocks_core.testing import ranks
 from tests.layers.ssm.mixers.kinds import HIDDEN, KINDS, build, tokens
+from tests.traffic import Traffic
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
+by_heads = pytest.mark.parametrize("kind", ["Mamba2", "GatedDeltaNet"])
 SIZES = {
     "Mamba1": ("inner_size", "state_size", "dt_rank"),
     "Mamba2": ("num_heads", "head_dim", "state_size", "num_groups", "norm_groups"),
     "GatedDeltaNet": ("num_key_heads", "num_value_heads", "key_dim", "value_dim"),
+}
+FLAGS = {
+    "Mamba1": ("bias", "conv_bias"),
+    "Mamba2": ("bias", "conv_bias", "norm_before_gate"),
+    "GatedDeltaNet": (),
 }
 SUMS = torch.tensor([0, 4, 9])
 
@@ -73,6 +82,17 @@ def test_sizes_are_whole_numbers(kind):
             build(kind, time_step_range=bounds)
 
 
+@each_kind
+def test_options_are_flags_and_numbers(kind):
+    for name in ("sequence_parallel", *FLAGS[kind]):
+        for wrong in ("no", 1, None):
+            with pytest.raises(ValueError, match=f"^{name}="):
+                build(kind, **{name: wrong})
+    for eps in (0.0, -1e-5, torch.nan, torch.inf, "a", None):
+        with pytest.raises(ValueError, match="^norm_eps="):
+            build(kind, norm_eps=eps)
+
+
 @pytest.mark.parametrize(
     ("lengths", "stored", "message"),
     [
@@ -101,3 +121,19 @@ def test_a_cut_and_its_documents_agree():
     for wrong in (9, SequenceCut(8), SequenceCut(18)):
         with pytest.raises(ValueError, match="^cut="):
             mixer(x_TH, cut=wrong)
+
+
+@by_heads
+@ranks(2)
+def test_a_cut_gives_these_tokens(kind):
+    """Before anything is sent; under sequence parallelism the ranks' tokens together."""
+    cp, tp = Mesh(cp=2).group("cp"), Mesh(tp=2).group("tp")
+    mixer = build(kind, cp=cp, context="heads")
+    x_TH = tokens(9, HIDDEN, dtype=torch.float32)
+    with Traffic() as traffic, pytest.raises(ValueError, match="^cut=.* give this rank 9 tokens"):
+        mixer(x_TH, cut=SequenceCut(9, group=cp))
+    halves = build(kind, tp=tp, sequence_parallel=True)
+    halves(x_TH, cut=SequenceCut(18))
+    with traffic, pytest.raises(ValueError, match="^cut=.* give this rank 18 tokens, not 9"):
+        halves(x_TH, cut=SequenceCut(9))
+    assert traffic.counts() == {}

@@ -183,7 +183,7 @@ def test_injected_parts_are_used():
     ("options", "message"),
     [
         ({"num_groups": 3}, "num_groups=3 must divide num_heads=4"),
-        ({"norm_groups": 3}, "groups=3 must divide features=8"),
+        ({"norm_groups": 3}, "^norm_groups=3 must divide the 8 features"),
         ({"time_step_limit": (0.2, 0.1)}, "time_step_limit"),
         ({"time_step_range": (0.0, 0.1)}, "time_step_range"),
         ({"rate_range": (2.0, 1.0)}, "rate_range"),

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megablocks_core.layers.ssm.functions.arguments import check_shapes
 from megablocks_core.layers.ssm.functions.chunked.borders import Borders
 from megablocks_core.layers.ssm.functions.chunked.layout import (
     Documents,
@@ -63,7 +64,8 @@ def over_sequence(
     check_flags(return_final_state=return_final_state)
     cuts = check_cut(cut, cu_seqlens, tokens=count // steps)
     sums = cut.cu_seqlens if cuts and cut is not None else cu_seqlens
-    _check_state(initial_state, rows if sums is None else len(sums) - 1, state_shape)
+    states = rows if sums is None else len(sums) - 1
+    check_shapes(initial_state=(initial_state, (states, *state_shape)))
     piece = _Piece(name, constants, state_shape, dtype, chunk_size, steps)
     if cut is not None and cut.group.size > 1:
         return over_cut(
@@ -152,10 +154,3 @@ class _Piece:
             # Behind the last document stand zeros.
             initial = torch.cat((initial_state.to(self.dtype), self._zeros(x)))
         return documents, Borders(first, documents.document, initial, documents.last)
-
-
-def _check_state(state: Tensor | None, count: int, shape: tuple[int, ...]) -> None:
-    if state is not None and tuple(state.shape) != (count, *shape):
-        raise ValueError(
-            f"initial_state of shape {tuple(state.shape)} must have shape {(count, *shape)}"
-        )

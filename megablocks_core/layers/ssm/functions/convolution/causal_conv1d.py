@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megablocks_core.groups import LOCAL
-from megablocks_core.layers.ssm.functions.arguments import check_arguments
+from megablocks_core.layers.ssm.functions.arguments import check_arguments, check_shapes
 from megablocks_core.layers.ssm.functions.convolution.edges import (
     carried,
     last_of_documents,
@@ -141,6 +141,4 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 def _check_state(state: Tensor | None, x: Tensor, weight: Tensor, documents: Tensor | None) -> None:
     count = x.shape[0] if documents is None else len(documents) - 1
-    shape = (count, weight.shape[1] - 1, x.shape[2])
-    if state is not None and tuple(state.shape) != shape:
-        raise ValueError(f"initial_state of shape {tuple(state.shape)} must have shape {shape}")
+    check_shapes(initial_state=(state, (count, weight.shape[1] - 1, x.shape[2])))

@@ -9,7 +9,7 @@ import math
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megablocks_core.layers.ssm.functions.arguments import check_arguments
+from megablocks_core.layers.ssm.functions.arguments import check_arguments, check_dims, check_shapes
 from megablocks_core.layers.ssm.functions.chunked.sequence import over_sequence
 from megablocks_core.layers.ssm.functions.delta.chunks import NAME
 from megablocks_core.layers.ssm.functions.steps import wide
@@ -96,18 +96,14 @@ def _at_step(x: Tensor, step: int, steps: int) -> Tensor:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, householders: int) -> None:
     check_whole("householders", householders, least=1)
-    if q.dim() != 4 or v.dim() != 4:
-        raise ValueError(
-            f"q of shape {tuple(q.shape)} and v of shape {tuple(v.shape)} must have four dimensions"
-        )
+    check_dims(q=(q, 4), v=(v, 4))
     rows, length, heads, keys = q.shape
+    if not keys:
+        raise ValueError(f"q of shape {tuple(q.shape)} must have at least one feature")
     steps = householders * length
-    wanted = {
-        "k": (k, (rows, steps, heads, keys)),
-        "v": (v, (rows, steps, heads, v.shape[3])),
-        "g": (g, (rows, length, heads)),
-        "beta": (beta, (rows, steps, heads)),
-    }
-    for name, (x, shape) in wanted.items():
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name} of shape {tuple(x.shape)} must have shape {shape}")
+    check_shapes(
+        k=(k, (rows, steps, heads, keys)),
+        v=(v, (rows, steps, heads, v.shape[3])),
+        g=(g, (rows, length, heads)),
+        beta=(beta, (rows, steps, heads)),
+    )

@@ -5,7 +5,7 @@ Dimensions: B rows, L tokens, D channels, N features of a state, E documents.
 
 from torch import Tensor
 
-from megablocks_core.layers.ssm.functions.arguments import check_arguments
+from megablocks_core.layers.ssm.functions.arguments import check_arguments, check_dims, check_shapes
 from megablocks_core.layers.ssm.functions.chunked.sequence import over_sequence
 from megablocks_core.layers.ssm.functions.selective.chunks import NAME
 from megablocks_core.layers.ssm.functions.steps import wide
@@ -72,19 +72,13 @@ def selective_scan(
 
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> None:
-    for name, part, dims in (("x", x, 3), ("A", A, 2)):
-        if part.dim() != dims:
-            raise ValueError(f"{name} of shape {tuple(part.shape)} must have {dims} dimensions")
+    check_dims(x=(x, 3), A=(A, 2))
     rows, length, channels = x.shape
     states = A.shape[1]
-    wanted = {
-        "dt": (dt, (rows, length, channels)),
-        "A": (A, (channels, states)),
-        "B": (B, (rows, length, states)),
-        "C": (C, (rows, length, states)),
-    }
-    if D is not None:
-        wanted["D"] = (D, (channels,))
-    for name, (part, shape) in wanted.items():
-        if tuple(part.shape) != shape:
-            raise ValueError(f"{name} of shape {tuple(part.shape)} must have shape {shape}")
+    check_shapes(
+        dt=(dt, (rows, length, channels)),
+        A=(A, (channels, states)),
+        B=(B, (rows, length, states)),
+        C=(C, (rows, length, states)),
+        D=(D, (channels,)),
+    )

@@ -11,7 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megablocks_core.layers.ssm.functions.arguments import check_arguments
+from megablocks_core.layers.ssm.functions.arguments import (
+    check_arguments,
+    check_groups_of_heads,
+    check_shapes,
+)
 from megablocks_core.layers.ssm.functions.documents import check_documents
 from megablocks_core.layers.ssm.functions.passing import check_cut, over_cut
 from megablocks_core.layers.ssm.functions.ssd.pieces import Piece, scan_piece, state_map
@@ -114,25 +118,20 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | N
         )
     rows, length, heads, features = x.shape
     groups, states = B.shape[2:]
-    if groups < 1 or heads % groups:
-        raise ValueError(f"B of {groups} groups must divide the {heads} heads of x evenly")
-    wanted = {
-        "dt": (dt, (rows, length, heads)),
-        "A": (A, (heads,)),
-        "B": (B, (rows, length, groups, states)),
-        "C": (C, (rows, length, groups, states)),
-    }
-    if D is not None:
-        wanted["D"] = (D, (heads,) if D.dim() == 1 else (heads, features))
-    for name, (part, shape) in wanted.items():
-        if tuple(part.shape) != shape:
-            raise ValueError(f"{name} of shape {tuple(part.shape)} must have shape {shape}")
+    if not heads * features * states:
+        raise ValueError(
+            f"x of {heads} heads of {features} features and B of {states} must have at least one"
+        )
+    check_groups_of_heads(groups, heads)
+    check_shapes(
+        dt=(dt, (rows, length, heads)),
+        A=(A, (heads,)),
+        B=(B, (rows, length, groups, states)),
+        C=(C, (rows, length, groups, states)),
+        D=(D, (heads,) if D is None or D.dim() == 1 else (heads, features)),
+    )
 
 
 def _check_state(state: Tensor | None, x: Tensor, B: Tensor, sums: Tensor | None) -> None:
-    if state is None:
-        return
     count = x.shape[0] if sums is None else len(sums) - 1
-    shape = (count, *x.shape[2:], B.shape[3])
-    if tuple(state.shape) != shape:
-        raise ValueError(f"initial_state of shape {tuple(state.shape)} must have shape {shape}")
+    check_shapes(initial_state=(state, (count, *x.shape[2:], B.shape[3])))

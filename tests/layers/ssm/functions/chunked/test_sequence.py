@@ -289,9 +289,9 @@ def _check_over_ranks(kind, group, cut_kind, lengths, behind, with_state):
         else:
             _close(group.all_reduce(ours_grad), right)
     assert traffic.counts() == {"all_gather": 1, "reduce_scatter": 1}
-    # A transition and a state of every piece, whatever its length.
+    # A transition, a state and a digest of every piece, whatever its length.
     pair = rows * (math.prod(kind.state) + math.prod(kind.transition))
-    size = group.size * len(cut.pieces) * pair
+    size = group.size * len(cut.pieces) * (pair + 1)
     assert all(sizes == [size] for sizes in traffic.sizes.values())
 
 
