@@ -60,3 +60,4 @@ from megablocks_core.parallel.tensor.linear import column_linears as column_line
 from megablocks_core.parallel.tensor.linear import gather_features as gather_features
 from megablocks_core.parallel.tensor.plan import Column as Column
 from megablocks_core.parallel.tensor.plan import Row as Row
+from megablocks_core.parallel.tensor.resizing import resize_vocab as resize_vocab

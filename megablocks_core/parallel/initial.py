@@ -82,6 +82,17 @@ def normal_(
     return _fill(tensor, lambda bits: _normal(bits).mul_(std).add_(mean), key, tuple(specs))
 
 
+@torch.no_grad()
+def normal_box(tensor: Tensor, box: Box, shape: tuple[int, ...], *, key: int, std: float) -> Tensor:
+    """Fill ``tensor`` with what ``normal_`` gives ``box`` of a whole tensor of ``shape``."""
+    everything = tuple(slice(0, length) for length in tensor.shape)
+    if tensor.numel():
+        for whole_block, own_block in _blocks(box, everything, tensor.device):
+            bits = _bits(key, whole_block, shape, tensor.device)
+            tensor[own_block].copy_(_normal(bits).mul_(std).add_(0.0))
+    return tensor
+
+
 def uniform_(
     tensor: Tensor, *, key: int, low: float, high: float, specs: Sequence[ShardSpec] = ()
 ) -> Tensor:
