@@ -107,6 +107,7 @@ class BlockBuilder:
             norm=self.norm if spec.qk_norm is True else None,
             projection_norm_eps=spec.norm_eps if spec.qk_norm == "projection" else None,
             clip=spec.clip_qkv,
+            gated=spec.gated_attention,
             **self.projections,
         )
 

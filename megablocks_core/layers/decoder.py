@@ -107,7 +107,8 @@ class Decoder(nn.Module):
             changes, not by a bit.
         linear: Builds the projections of attention and feed-forward layers; see
             ``layers.linear.parallel_linear`` for what it is called with.
-        norm: Builds the norms; called as ``RMSNorm`` is.
+        norm: Builds the norms; called as ``RMSNorm`` is, with ``zero_centered=True`` if the spec
+            says so, and without that word otherwise.
         experts: Builds the experts of mixtures in place of ``GroupedExperts``, and is called as
             it is; where ``spec.moe`` is ``None``, the feed-forward layers in place of
             ``GatedMLP``, and is called as that. Its modules mark what they cut.
@@ -147,7 +148,8 @@ class Decoder(nn.Module):
             )
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         parallel = {"sequence_parallel": sequence_parallel, **place}
-        make_norm = partial(norm or RMSNorm, eps=spec.norm_eps, **place)
+        around = {"zero_centered": True} if spec.zero_centered_norms else {}
+        make_norm = partial(norm or RMSNorm, eps=spec.norm_eps, **around, **place)
         layers = BlockBuilder(
             spec,
             mesh=mesh,

@@ -22,6 +22,13 @@ class RMSNorm(nn.Module):
 
     Maps ``x`` [... H] to ``y`` [... H] and sends nothing. On a part of the tokens or heads
     (sequence parallelism, norms of query and key heads) use it through ``on_part``.
+
+    Args:
+        hidden_size: H.
+        eps: Added under the root.
+        zero_centered: ``1 + weight`` takes the place of ``weight``, whose values lie around zero.
+        device: Of the parameter.
+        dtype: Of the parameter.
     """
 
     def __init__(
@@ -29,26 +36,33 @@ class RMSNorm(nn.Module):
         hidden_size: int,
         *,
         eps: float = 1e-6,
+        zero_centered: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, zero_centered
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
-        """Set the weight to one, whatever the seed."""
-        self.weight.fill_(1)
+        """Set what features are multiplied by to one, whatever the seed."""
+        self.weight.fill_(0 if self.zero_centered else 1)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return F.rms_norm(x_TH, self.weight.shape, self.weight, self.eps)
+        if not self.zero_centered:
+            return F.rms_norm(x_TH, self.weight.shape, self.weight, self.eps)
+        # A narrow sum with one would lose the small weights.
+        wide = torch.promote_types(x_TH.dtype, torch.float32)
+        scale = 1 + self.weight.to(wide)
+        return F.rms_norm(x_TH.to(wide), self.weight.shape, scale, self.eps).to(x_TH.dtype)
 
     def extra_repr(self) -> str:
-        """Size and eps."""
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        """Size, eps and where weights lie."""
+        around = ", zero_centered=True" if self.zero_centered else ""
+        return f"{self.weight.shape[0]}, eps={self.eps}{around}"
 
 
 class LayerNorm(nn.Module):

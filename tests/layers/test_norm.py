@@ -33,6 +33,25 @@ def test_16_bit_values_are_squared_and_summed_in_float32():
     assert_close(norm(torch.full((1, 4096), 1e3).half()), torch.ones(1, 4096).half())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_norm_around_zero_multiplies_by_one_plus_its_weight(dtype):
+    norm, x_TH = (
+        RMSNorm(16, eps=1e-3, zero_centered=True, dtype=dtype),
+        torch.randn(5, 16).to(dtype),
+    )
+    assert_close(norm(x_TH), RMSNorm(16, eps=1e-3, dtype=dtype)(x_TH))
+    with torch.no_grad():
+        norm.weight.uniform_(-1e-3, 1e-3)  # Half of them are lost where bfloat16 adds one.
+    around_one = RMSNorm(16, eps=1e-3, dtype=torch.float64)
+    around_one.weight = nn.Parameter(1 + norm.weight.double())
+    y_TH = norm(x_TH)
+    assert y_TH.dtype == dtype
+    wide = RMSNorm(16, eps=1e-3, zero_centered=True, dtype=dtype)
+    wide.weight = norm.weight
+    assert_close(wide(x_TH.double()), around_one(x_TH.double()), atol=1e-14, rtol=1e-14)
+    assert_close(y_TH, around_one(x_TH.double()).to(dtype))
+
+
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
 def test_names_and_initial_values_are_those_of_torch(kind):
     ours, torchs = kind(8), {RMSNorm: nn.RMSNorm, LayerNorm: nn.LayerNorm}[kind](8)

@@ -51,6 +51,8 @@ class Attention(nn.Module):
         projection_norm_eps: In place of ``norm``, RMS norms over the features of all query heads
             and all key heads, with this under the root.
         clip: Queries, keys and values are clamped to this size, after norms.
+        gated: What a head has attended to is multiplied by the sigmoid of a gate; ``q_proj`` makes
+            the features of a head's query, then those of its gate, head by head.
         tp: The tensor-parallel ranks.
         device: Of the parameters.
         dtype: Of the parameters.
@@ -76,6 +78,7 @@ class Attention(nn.Module):
         norm: Callable[..., nn.Module] | None = None,
         projection_norm_eps: float | None = None,
         clip: float | None = None,
+        gated: bool = False,
         tp: Group = LOCAL,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -95,11 +98,11 @@ class Attention(nn.Module):
         )
         column = partial(build, parallel_mode="column", bias=bool(bias))
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        self.q_proj = column(hidden_size, q_size)
+        self.q_proj = column(hidden_size, 2 * q_size if gated else q_size)
         self.k_proj = column(hidden_size, kv_size, segments=kv_segments)
         self.v_proj = column(hidden_size, kv_size, segments=kv_segments)
         self.o_proj = build(q_size, hidden_size, parallel_mode="row", bias=bias is True)
-        self.clip = clip
+        self.clip, self.gated = clip, gated
         self.q_norm = norm and norm(self.head_dim, device=device, dtype=dtype)
         self.k_norm = norm and norm(self.head_dim, device=device, dtype=dtype)
         if projection_norm_eps is not None:
@@ -145,8 +148,13 @@ class Attention(nn.Module):
             ValueError: ``positions`` are not those of T tokens, ``dropout_index`` is missing, or
                 see ``causal_attention``.
         """
-        projections = apply_each(x_TH, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = self._in_heads(projections)
+        q, k, v = apply_each(x_TH, self.q_proj, self.k_proj, self.v_proj)
+        gate = None
+        if self.gated:
+            q, gate = (
+                part.flatten(-2) for part in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+            )
+        q, k, v = self._in_heads(q, k, v)
         if positions.shape[-1] != q.shape[-3]:
             raise ValueError(
                 f"positions has {positions.shape[-1]} tokens and must have {q.shape[-3]}"
@@ -170,7 +178,8 @@ class Attention(nn.Module):
             cu_seqlens_padded=cu_seqlens_padded,
             dropped=self._dropped(dropout_index) if self.dropout.drops else None,
         )
-        return self.o_proj(y.reshape(*rows, y.shape[1], -1))
+        y = y.reshape(*rows, y.shape[1], -1)
+        return self.o_proj(y if gate is None else y * gate.sigmoid())
 
     @property
     def head_norms(self) -> list[nn.Module]:
@@ -178,9 +187,8 @@ class Attention(nn.Module):
         found = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         return [norm for norm in found if not isinstance(norm, ProjectionNorm)]
 
-    def _in_heads(self, projections: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _in_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values by head, normalised if norms are over whole projections."""
-        q, k, v = projections
         if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
             q, k = normalise((self.q_norm, q), (self.k_norm, k))
         return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))

@@ -69,6 +69,8 @@ class DecoderSpec:
         mamba: Its Mamba blocks, if the pattern has some.
         delta: Its gated delta nets, if the pattern has some.
         gated_mlp: Feed-forward layers are ``GatedMLP``, not ``MLP``.
+        gated_attention: What attention gives is multiplied by gates, see ``Attention``.
+        zero_centered_norms: Norms of blocks and of heads multiply by one plus their weights.
         rope: Attention turns queries and keys by their positions.
         rotary_dim: How many features of a head are turned; ``None``: all.
         attention_scale: Of the products of queries and keys; default 1 / sqrt(head_dim).
@@ -110,6 +112,8 @@ class DecoderSpec:
     mamba: Mamba1Spec | Mamba2Spec | None = None
     delta: DeltaSpec | None = None
     gated_mlp: bool = True
+    gated_attention: bool = False
+    zero_centered_norms: bool = False
     rope: bool = True
     rotary_dim: int | None = None
     attention_scale: float | None = None

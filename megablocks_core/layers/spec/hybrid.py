@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megablocks_core.layers.spec.mixer_specs import DeltaSpec, Mamba1Spec, Mamba2Spec
+from megablocks_core.layers.spec.moe_spec import MoESpec
 from megablocks_core.layers.spec.pattern import (
     ATTENTION,
     DELTA,
@@ -13,6 +14,7 @@ from megablocks_core.layers.spec.pattern import (
     MAMBA,
     blocks_of,
 )
+from megablocks_core.parallel.checks import check_whole
 
 if TYPE_CHECKING:
     from megablocks_core.layers.spec.decoder_spec import DecoderSpec
@@ -23,6 +25,8 @@ HYBRID_FIELDS: dict[str, Any] = {
     "mamba": None,
     "delta": None,
     "gated_mlp": True,
+    "gated_attention": False,
+    "zero_centered_norms": False,
     "rope": True,
     "rotary_dim": None,
     "attention_scale": None,
@@ -33,6 +37,7 @@ HYBRID_FIELDS: dict[str, Any] = {
 }
 # The fields of a spec that stand for a kind of block.
 _SPECS = {MAMBA: "mamba", DELTA: "delta", EXPERTS: "moe"}
+_KINDS_OF_SPECS = {"mamba": (Mamba1Spec, Mamba2Spec), "delta": (DeltaSpec,), "moe": (MoESpec,)}
 _SIZES = {
     ATTENTION: ("num_heads", "num_kv_heads", "head_dim"),
     FEED_FORWARD: ("ffn_size",),
@@ -48,8 +53,7 @@ def check_blocks(spec: DecoderSpec) -> None:
     kinds = set(ATTENTION + FEED_FORWARD if spec.pattern is None else blocks_of(spec.pattern))
     wanted = [name for kind, names in _SIZES.items() if kind in kinds for name in names]
     for name in ("vocab_size", "hidden_size", "num_layers", *wanted):
-        if getattr(spec, name) < 1:
-            raise ValueError(f"{name}={getattr(spec, name)} must be at least 1")
+        check_whole(name, getattr(spec, name), least=1)
     for name in (name for names in _SIZES.values() for name in names):
         if name not in wanted and getattr(spec, name):
             raise ValueError(
@@ -72,7 +76,7 @@ def _check_pattern(spec: DecoderSpec, kinds: set[str]) -> None:
             if getattr(spec, name) is not None:
                 raise ValueError(f"pattern=None must have a block for {name}={getattr(spec, name)}")
         return
-    for name, kinds_of_spec in {"mamba": (Mamba1Spec, Mamba2Spec), "delta": (DeltaSpec,)}.items():
+    for name, kinds_of_spec in _KINDS_OF_SPECS.items():
         if not isinstance(given := getattr(spec, name), (*kinds_of_spec, type(None))):
             names = " or ".join(kind.__name__ for kind in kinds_of_spec)
             raise ValueError(f"{name}={given!r} must be a {names}")

@@ -7,8 +7,7 @@ its parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megablocks_core.layers.spec.block_lists import (
@@ -21,60 +20,15 @@ from megablocks_core.layers.spec.block_lists import (
     write_singles,
 )
 from megablocks_core.layers.spec.entries import KEPT, KEPT_OF_EXPERTS, Entries, rope
-from megablocks_core.layers.spec.mixer_specs import Mamba1Spec, Mamba2Spec
+from megablocks_core.layers.spec.gated_delta import GATED_DELTA
+from megablocks_core.layers.spec.hybrid_family import HybridFamily, Values
+from megablocks_core.layers.spec.mixer_specs import DeltaSpec, Mamba1Spec, Mamba2Spec
 from megablocks_core.layers.spec.moe_spec import MoESpec
 from megablocks_core.layers.spec.pattern import ATTENTION, EXPERTS, FEED_FORWARD, MAMBA
 from megablocks_core.layers.spec.state_spaces import MAMBA1, MAMBA2, write_state_spaces
 
 if TYPE_CHECKING:
     from megablocks_core.layers.spec.decoder_spec import DecoderSpec
-
-Values = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class HybridFamily:
-    """All configs of one ``model_type``.
-
-    Attributes:
-        architecture: Name of the transformers class.
-        mamba: The kind of its Mamba blocks.
-        read_pattern: Takes the entries that tell the blocks, and gives a pattern.
-        write_pattern: The inverse.
-        fields: For a letter, the entries that there are if the pattern has it, and their fields;
-            "" stands for those that there are always.
-        defaults: What an absent entry means.
-        fixed: Fields that a config has no say in.
-        of_experts: Such fields of ``MoESpec``.
-        required: Entries that must be these.
-        derive: Gives entries that others imply their values, and takes those others.
-        expand: The entry that says how much wider Mamba blocks are inside.
-        turned: The share of a head's features that are turned by positions; 0 for none.
-        asks: Features are turned only if an entry says so.
-    """
-
-    architecture: str
-    mamba: type[Mamba1Spec | Mamba2Spec]
-    read_pattern: Callable[[Entries], str]
-    write_pattern: Callable[[str], Values]
-    fields: Mapping[str, Mapping[str, str]]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    of_experts: Mapping[str, Any] = field(default_factory=dict)
-    required: Mapping[str, Any] = field(default_factory=dict)
-    derive: Callable[[Entries], None] = lambda _: None
-    expand: str = "expand"
-    turned: float = 0.0
-    asks: bool = False
-
-    def used(self, pattern: str) -> dict[str, str]:
-        """The entries of a model with these blocks, and their fields."""
-        kinds = [table for kind, table in self.fields.items() if kind in pattern]
-        return {key: path for table in kinds for key, path in table.items()}
-
-    def every_entry(self) -> set[str]:
-        """The entries of models with any blocks."""
-        return {key for table in self.fields.values() for key in table}
 
 
 def read_hybrid(name: str, entries: Entries) -> Values:
@@ -103,6 +57,7 @@ def read_hybrid(name: str, entries: Entries) -> Values:
         **family.fixed,
         **{path: value for path, value in values.items() if "." not in path},
         "mamba": _part(family.mamba, "mamba.", values),
+        "delta": _part(DeltaSpec, "delta.", values),
         "moe": _part(MoESpec, "moe.", values, **family.of_experts),
         **turns,
         "family": name,
@@ -148,10 +103,10 @@ def _no_sizes(pattern: str) -> Values:
     return {"num_layers": len(pattern), "ffn_size": 0, **dict.fromkeys(heads, 0)}
 
 
-def _part(kind: type[Any], prefix: str, values: Values, **fixed: Any) -> Any:
+def _part(kind: type[Any] | None, prefix: str, values: Values, **fixed: Any) -> Any:
     """A part of a spec; ``None`` if no entry is of it."""
     own = {path.removeprefix(prefix): v for path, v in values.items() if path.startswith(prefix)}
-    return kind(**own, **fixed) if own else None
+    return kind(**own, **fixed) if kind and own else None
 
 
 def _field(spec: DecoderSpec, path: str) -> Any:
@@ -182,16 +137,21 @@ def _read_turns(entries: Entries, family: HybridFamily, head_dim: int) -> Values
         for key in ("rope_theta", "rope_scaling", "rope_parameters"):
             entries.take(key)
         return {"rope": False}
-    whole = family.turned == 1
-    width = {} if whole else {"rotary_dim": int(head_dim * family.turned)}
-    return rope(entries, whole=family.turned) | width
+    share = family.turned
+    if family.any_share:
+        stated = entries.peek("rope_parameters") or {}
+        share = stated.get(_SHARE, entries.peek(_SHARE) or family.turned)
+    width = {} if share == 1 else {"rotary_dim": int(head_dim * share)}
+    return rope(entries, whole=share) | width
 
 
 def _written_turns(spec: DecoderSpec, family: HybridFamily) -> Values:
     if not spec.rope:
         return {}
     scaling = None if spec.rope_scaling is None else dict(spec.rope_scaling)
-    asks = {"position_embedding_type": "rope"} if family.asks else {}
+    asks: Values = {"position_embedding_type": "rope"} if family.asks else {}
+    if family.any_share and spec.head_dim:
+        asks[_SHARE] = (spec.rotary_dim or spec.head_dim) / spec.head_dim
     return {"rope_theta": spec.rope_base, "rope_scaling": scaling, **asks}
 
 
@@ -295,6 +255,8 @@ _DEFAULTS_OF_MAMBA = {
     "expand": 2,
 }
 _MAY_BE_NULL = {"pad_token_id"}
+# The share of a head's features that are turned.
+_SHARE = "partial_rotary_factor"
 # Entries that say how a model was trained at first, or how fast it runs.
 _OF_TRAINING = (
     "mamba_ssm_cache_dtype",
@@ -493,6 +455,7 @@ HYBRIDS = {
     ),
 }
 
+HYBRIDS |= GATED_DELTA
 # The same models with the configs of their authors.
 HYBRIDS |= {
     MAMBA1: replace(HYBRIDS["mamba"], architecture="MambaLMHeadModel"),

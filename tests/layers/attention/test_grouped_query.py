@@ -51,6 +51,21 @@ def test_norms_over_whole_projections_and_clipping_equal_one_process():
 
 
 @ranks(1, 2, 4)
+def test_gates_equal_one_process():
+    for num_kv_heads in (4, 1):
+        for options in ({}, {"norm": None, "projection_norm_eps": 1e-3}):
+            assert_parallel_equivalence(
+                lambda group, num_kv_heads=num_kv_heads, options=options: _attention(
+                    group, num_kv_heads, gated=True, **options
+                ),
+                {"x_TH": torch.randn(1, 8, 16), **CASES["one row"]},
+                group=_tp(),
+                loss=_loss,
+                same_start=True,
+            )
+
+
+@ranks(1, 2, 4)
 def test_cut_tokens_equal_one_process():
     tp = _tp()
     for num_kv_heads in (4, 1):
@@ -107,6 +122,19 @@ def test_it_is_the_product_of_its_parts():
         heads.append(scores.softmax(-1) @ v)
     y_TH = layer(x_TH, positions=torch.arange(5))
     assert_close(y_TH, layer.o_proj(torch.cat(heads, dim=-1)))
+
+
+def test_gates_stand_behind_the_query_of_their_head():
+    gated = Attention(8, 2, num_kv_heads=1, head_dim=4, gated=True, dtype=torch.float64)
+    plain = Attention(8, 2, num_kv_heads=1, head_dim=4, dtype=torch.float64)
+    q_0, gate_0, q_1, gate_1 = gated.q_proj.weight.split(4)
+    plain.load_state_dict({**gated.state_dict(), "q_proj.weight": torch.cat((q_0, q_1))})
+    x_TH, positions = torch.randn(5, 8, dtype=torch.float64), torch.arange(5)
+    gates = (x_TH @ torch.cat((gate_0, gate_1)).T).sigmoid()
+    attended = []
+    plain.o_proj.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[0]))
+    plain(x_TH, positions=positions)
+    assert_close(gated(x_TH, positions=positions), plain.o_proj(gates * attended[0]))
 
 
 def test_documents_in_one_row_equal_documents_alone():
