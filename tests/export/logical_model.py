@@ -27,7 +27,7 @@ def logical_model(
         device: Where the tensors lie.
     """
     model = nn.Module()
-    for rule in layout.rules:
+    for rule in layout.all_rules:
         dtype = (dtypes or {}).get(next(iter(rule.theirs)), torch.float32)
         for name, shape in rule.shapes.items():
             path, _, last = name.rpartition(".")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from megablocks_core.export.families.in_memory import PROJECTIONS, fused_experts
 from megablocks_core.export.families.weights import Config, Family, Sizes, Weight
 
 # Kinds of feed-forward layers.
@@ -19,15 +22,18 @@ def dense_sizes(config: Config) -> Sizes:
     """The sizes of attention, feed-forward layers and experts."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head = config.get("head_dim", hidden // heads)
+    expert = config.get("moe_intermediate_size", config["intermediate_size"])
     return {
         "vocab": config["vocab_size"],
         "hidden": hidden,
         "ffn": config["intermediate_size"],
+        "heads": heads,
         "head": head,
         "q": heads * head,
         "kv": config.get("num_key_value_heads", heads) * head,
         "experts": _num_experts(config),
-        "expert": config.get("moe_intermediate_size", config["intermediate_size"]),
+        "expert": expert,
+        "expert_gate_up": 2 * expert,
         "shared": config.get("shared_expert_intermediate_size", 0),
     }
 
@@ -47,7 +53,10 @@ def _kinds(config: Config) -> list[str]:
 
 
 def dense_family(
-    architecture: str, weights: tuple[Weight, ...], defaults: Config | None = None
+    architecture: str,
+    weights: tuple[Weight, ...],
+    defaults: Config | None = None,
+    in_memory: tuple[Weight, ...] = (),
 ) -> Family:
     """A family whose config has Llama's words."""
     return Family(
@@ -58,6 +67,7 @@ def dense_family(
         needed=NEEDED,
         defaults=defaults or {},
         ignored=("model.layers.{}.self_attn.rotary_emb.inv_freq",),
+        in_memory=in_memory,
     )
 
 
@@ -74,14 +84,16 @@ FRAME = (
 )
 
 
-def _mlp_shapes(width: str) -> dict[str, str]:
+def mlp_shapes(width: str) -> dict[str, str]:
+    """Shapes of a feed-forward layer with a gate."""
     return {"gate": f"{width} hidden", "up": f"{width} hidden", "down": f"hidden {width}"}
 
 
-def _mlp(kind: str | None = None) -> tuple[Weight, ...]:
+def mlp(kind: str | None = None) -> tuple[Weight, ...]:
+    """A feed-forward layer."""
     return tuple(
         Weight(f"model.layers.{{}}.mlp.{name}_proj.weight", shape, kind=kind)
-        for name, shape in _mlp_shapes("ffn").items()
+        for name, shape in mlp_shapes("ffn").items()
     )
 
 
@@ -95,16 +107,16 @@ def _shared_expert() -> tuple[Weight, ...]:
             ours=f"{block}.shared_experts.{name}_proj.weight",
             kind=SPARSE,
         )
-        for name, shape in _mlp_shapes("shared").items()
+        for name, shape in mlp_shapes("shared").items()
     )
     return (*parts, Weight(f"{block}.shared_expert_gate.weight", "1 hidden", kind=SPARSE))
 
 
-def _experts(block: str, **names: str) -> tuple[Weight, ...]:
+def experts(block: str = "mlp", names: Mapping[str, str] = PROJECTIONS) -> tuple[Weight, ...]:
     """A router and experts whose parts have these on-disk names."""
     ours = "model.layers.{}.mlp"
     theirs = f"model.layers.{{}}.{block}"
-    shapes = _mlp_shapes("expert")
+    shapes = mlp_shapes("expert")
     pairs = [("gate.weight", "gate.weight", "experts hidden")]
     pairs += [
         (f"experts.{{}}.{name}.weight", f"experts.{{}}.{part}_proj.weight", shapes[part])
@@ -121,8 +133,8 @@ def _experts(block: str, **names: str) -> tuple[Weight, ...]:
     )
 
 
-TRUNK = (*FRAME, *_mlp())
-_PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+TRUNK = (*FRAME, *mlp())
+_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 QK_NORMS = (
     Weight("model.layers.{}.self_attn.q_norm.weight", "head"),
     Weight("model.layers.{}.self_attn.k_norm.weight", "head"),
@@ -157,16 +169,17 @@ DENSE_FAMILIES = {
     ),
     "mixtral": dense_family(
         "MixtralForCausalLM",
-        (*FRAME, *_experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
+        (*FRAME, *experts("block_sparse_moe", _MIXTRAL)),
         {"num_key_value_heads": 8, "num_experts": 8},
+        fused_experts(on_disk="model.layers.{}.block_sparse_moe", names=_MIXTRAL),
     ),
     "qwen2_moe": dense_family(
         "Qwen2MoeForCausalLM",
         (
             *FRAME,
             *attention_biases(None, *"qkv"),
-            *_mlp(kind=DENSE),
-            *_experts("mlp", **_PROJECTIONS),
+            *mlp(kind=DENSE),
+            *experts(),
             *_shared_expert(),
         ),
         {
@@ -175,6 +188,7 @@ DENSE_FAMILIES = {
             "shared_expert_intermediate_size": 5632,
             "num_experts": 60,
         },
+        fused_experts(),
     ),
     "qwen3_moe": dense_family(
         "Qwen3MoeForCausalLM",
@@ -182,10 +196,11 @@ DENSE_FAMILIES = {
             *FRAME,
             *QK_NORMS,
             *attention_biases("attention_bias", *"qkvo"),
-            *_mlp(kind=DENSE),
-            *_experts("mlp", **_PROJECTIONS),
+            *mlp(kind=DENSE),
+            *experts(),
         ),
         {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128},
+        fused_experts(),
     ),
     "olmoe": dense_family(
         "OlmoeForCausalLM",
@@ -194,8 +209,9 @@ DENSE_FAMILIES = {
             Weight("model.layers.{}.self_attn.q_norm.weight", "q"),
             Weight("model.layers.{}.self_attn.k_norm.weight", "kv"),
             *attention_biases("attention_bias", *"qkvo"),
-            *_experts("mlp", **_PROJECTIONS),
+            *experts(),
         ),
         {"num_experts": 64},
+        fused_experts(),
     ),
 }

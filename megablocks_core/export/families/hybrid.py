@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megablocks_core.export.families.in_memory import fused_experts
 from megablocks_core.export.families.weights import (
     Config,
     Family,
@@ -182,6 +183,33 @@ def _granite_feed_forward() -> tuple[Weight, ...]:
     )
 
 
+def _granite_in_memory() -> tuple[Weight, ...]:
+    """The names alone are others."""
+    theirs = f"{_BLOCK}.block_sparse_moe"
+    return tuple(
+        Weight(f"{theirs}.{name}", shape, ours=f"{theirs}.{on_disk}.weight", kind=EXPERTS)
+        for name, shape, on_disk in (
+            ("router.weight", "experts hidden", "router.layer"),
+            ("experts.gate_up_proj", "experts expert_gate_up hidden", "input_linear"),
+            ("experts.down_proj", "experts hidden expert", "output_linear"),
+        )
+    )
+
+
+def _nemotron_in_memory() -> tuple[Weight, ...]:
+    """Names begin with our ``model``, and experts are stacked."""
+    frame = {"embeddings": "vocab hidden", "norm_f": "hidden"}
+    return (
+        *(
+            Weight(f"model.{name}.weight", shape, ours=f"backbone.{name}.weight")
+            for name, shape in frame.items()
+        ),
+        *fused_experts(
+            _MIXER, on_disk=_THEIRS, names={"up": "up_proj", "down": "down_proj"}, kind=EXPERTS
+        ),
+    )
+
+
 def _mamba1_sizes(config: Config) -> Sizes:
     hidden = config["hidden_size"]
     inner = config.get("intermediate_size", int(config["expand"] * hidden))
@@ -331,6 +359,7 @@ HYBRID_FAMILIES = {
             "n_groups": 8,
             "head_dim": 128,
         },
+        in_memory=_nemotron_in_memory(),
     ),
     "bamba": Family(
         "BambaForCausalLM",
@@ -367,5 +396,6 @@ HYBRID_FAMILIES = {
         ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
         {**_BAMBA_DEFAULTS, "shared_intermediate_size": 1024, "num_local_experts": 8},
         blocks=2,
+        in_memory=_granite_in_memory(),
     ),
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megablocks_core.export.layout import Layout, Rule
-from megablocks_core.export.operations import Operation, Split, Transpose, Unstack
+from megablocks_core.export.operations import Operation, Split, Transpose, Unstack, inverses
 
 Config = Mapping[str, Any]
 Sizes = dict[str, int]
@@ -44,7 +44,8 @@ class Weight:
     Attributes:
         name: On-disk name; "{}" for the number of a layer, and then for that of an expert.
         shape: Names of sizes.
-        when: Config entry that must be true; ``None`` for a weight that is always there.
+        when: Config entry that must be true, or after "not " must not be; several are joined by
+            " and ". ``None`` for a weight that is always there.
         ours: Logical names in our models, if others, in the order in which ``steps`` give them; a
             second "{}" that ``name`` lacks stands for all experts, one behind the other.
         kind: Letter of the blocks that have it; ``None``: all have it.
@@ -83,6 +84,11 @@ class Family:
         in_others_words: A config in the words that sizes, kinds and defaults know.
         pickled: Its authors publish pickles.
         prefix: Before all names but those of ``ties``; old files may lack it.
+        in_memory: What transformers' modules hold in other tensors than files: ``name`` as in
+            memory, ``ours`` on-disk names.
+        beside: What files hold beside a language model, of which "beside" is the size of layers.
+        predictors: Names of what layers behind the last hold, which predict later tokens; nobody
+            reads them. ``num_nextn_predict_layers`` says how many there are.
     """
 
     architecture: str
@@ -99,6 +105,9 @@ class Family:
     in_others_words: Callable[[Config], Config] = _as_it_is
     pickled: bool = False
     prefix: str = ""
+    in_memory: tuple[Weight, ...] = ()
+    beside: tuple[Weight, ...] = ()
+    predictors: tuple[str, ...] = ()
 
     def prefixed(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors by the names of the table, though the files' names may lack the prefix."""
@@ -121,36 +130,69 @@ class Family:
         config = {**self.defaults, **self.in_others_words(config)}
         known = {name: value for name, value in config.items() if value is not None}
         sizes, kinds = self.sizes(known), self.kinds(known)
-        rules = [
-            rule
-            for weight in self.weights
-            if weight.when is None or known.get(weight.when)
-            for rule in self._rules(weight, sizes, kinds)
-        ]
+        rules = _table(self.weights, known, sizes, kinds, self.blocks)
         owners = {rule.ours[0]: name for rule in rules for name in rule.theirs}
         ties = {}
         if known.get("tie_word_embeddings"):
             ties = {name: owners[twin] for name, twin in self.ties.items()}
         kept = [rule for rule in rules if ties.keys().isdisjoint(rule.theirs)]
-        return Layout(tuple(_by_layer(kept)), ties, self.ignored)
-
-    def _rules(self, weight: Weight, sizes: Sizes, kinds: Sequence[str]) -> list[Rule]:
-        """One for each layer, and each expert, that has the weight."""
-        shape = _shape(weight.shape, sizes)
-        operations = tuple(step(sizes) for step in weight.steps)
-        if "{}" not in weight.name:
-            return [Rule({weight.name: shape}, _ours(weight), operations)]
-        experts = range(sizes["experts"]) if weight.name.count("{}") > 1 else (0,)
-        return [
-            Rule(
-                {weight.name.format(layer, expert): shape},
-                _numbered(weight, layer * self.blocks + weight.block, expert, sizes),
-                operations,
-            )
-            for layer, held in enumerate(kinds)
-            if weight.kind is None or weight.kind in held
-            for expert in experts
+        in_memory = [
+            Rule(rule.shapes, tuple(rule.theirs), inverses(rule.operations))
+            for rule in _table(self.in_memory, known, sizes, kinds, 1)
         ]
+        beside = _table(self.beside, known, sizes, [""] * sizes.get("beside", 0), 1)
+        return Layout(
+            tuple(_by_layer(kept)),
+            ties,
+            (*self.ignored, *self._predictors(known, len(kinds))),
+            tuple(in_memory),
+            tuple(_by_layer(beside)),
+        )
+
+    def _predictors(self, config: Config, layers: int) -> list[str]:
+        """``predictors`` with the numbers of layers; "{}" is left for those of experts."""
+        count = config.get("num_nextn_predict_layers", 0) if self.predictors else 0
+        numbers = range(layers, layers + count)
+        return [name.format(number, "{}") for number in numbers for name in self.predictors]
+
+
+def _table(
+    weights: Sequence[Weight], config: Config, sizes: Sizes, kinds: Sequence[str], blocks: int
+) -> list[Rule]:
+    """The rules of those weights that a config asks for; a layer is so many of our blocks."""
+    return [
+        rule
+        for weight in weights
+        if _asked(weight.when, config)
+        for rule in _rules(weight, sizes, kinds, blocks)
+    ]
+
+
+def _asked(when: str | None, config: Config) -> bool:
+    entries = when.split(" and ") if when else ()
+    return all(
+        bool(config.get(entry.removeprefix("not "))) != entry.startswith("not ")
+        for entry in entries
+    )
+
+
+def _rules(weight: Weight, sizes: Sizes, kinds: Sequence[str], blocks: int) -> list[Rule]:
+    """One for each layer, and each expert, that has the weight."""
+    shape = _shape(weight.shape, sizes)
+    operations = tuple(step(sizes) for step in weight.steps)
+    if "{}" not in weight.name:
+        return [Rule({weight.name: shape}, _ours(weight), operations)]
+    experts = range(sizes["experts"]) if weight.name.count("{}") > 1 else (0,)
+    return [
+        Rule(
+            {weight.name.format(layer, expert): shape},
+            _numbered(weight, layer * blocks + weight.block, expert, sizes),
+            operations,
+        )
+        for layer, held in enumerate(kinds)
+        if weight.kind is None or weight.kind in held
+        for expert in experts
+    ]
 
 
 def _by_layer(rules: Sequence[Rule]) -> list[Rule]:
