@@ -23,9 +23,12 @@ def computed_tables(module: nn.Module, device: torch.device) -> list[Table]:
     of the model that the buffer's module is part of. ``module`` stays as it is.
 
     Raises:
-        ValueError: Buffers whose values cannot be had, by name.
+        ValueError: Buffers whose values cannot be had, by name; or there are tensors on meta, and
+            ``device`` is meta too.
     """
     parts = dict(module.named_modules())
+    if device.type == "meta" and any(_on_meta(part) for part in parts.values()):
+        raise ValueError(f"device={device!r} must have memory, for the model is on meta")
     found, unknown = [], []
     for path, owner in parts.items():
         names = [
@@ -58,6 +61,12 @@ def materialize(module: nn.Module, tables: list[Table], device: torch.device) ->
                     if id(tensor) not in made:
                         made[id(tensor)] = _with_memory(tensor, device)
                     held[name] = made[id(tensor)]
+
+
+def _on_meta(module: nn.Module) -> bool:
+    """Whether a tensor of ``module``, not of its parts, is on meta."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in own)
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
