@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
 
 TOKENS = torch.arange(28).view(4, 7) * 5 % 50
 F64 = torch.float64
@@ -151,8 +152,9 @@ EXPERTS = (
 
 def write_reference(case: str, folder: Path) -> None:
     """Write ``weights`` and ``gradients``, both in the files' own layout, and the logits."""
-    model = tiny(case)
-    logits = model(TOKENS, use_cache=False).logits
+    with InFloat64():
+        model = tiny(case)
+        logits = model(TOKENS, use_cache=False).logits
     (logits * cotangent()).sum().backward()
     save_file({"logits": logits.detach().contiguous()}, folder / "logits.safetensors")
     _save(case, model, folder / "weights")
@@ -178,6 +180,21 @@ def tiny(case: str, dtype: torch.dtype = F64) -> Any:
         if name.endswith("e_score_correction_bias"):  # float32 in every published checkpoint
             buffer.data = torch.nn.init.normal_(buffer, std=0.1).float()
     return model
+
+
+class InFloat64(TorchFunctionMode):
+    """Computes in float64 what transformers rounds to float32 inside."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Ask for float64 where float32 was asked for."""
+        if func is torch.Tensor.float:
+            return args[0].double()
+        words = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        return func(*(_widened(value) for value in args), **words)
+
+
+def _widened(value: Any) -> Any:
+    return F64 if value is torch.float32 else value
 
 
 def cotangent() -> torch.Tensor:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from megablocks_core.export.families.deepseek import DEEPSEEK_FAMILIES
 from megablocks_core.export.families.dense import DENSE_FAMILIES
+from megablocks_core.export.families.fused import FUSED_FAMILIES
+from megablocks_core.export.families.gated_delta import GATED_DELTA_FAMILIES
 from megablocks_core.export.families.gemma import GEMMA_FAMILIES
 from megablocks_core.export.families.gpt2 import GPT2_FAMILIES
 from megablocks_core.export.families.hybrid import HYBRID_FAMILIES
 from megablocks_core.export.families.state_spaces import STATE_SPACES, layer_of
 from megablocks_core.export.families.weights import Config, Family
 
-FAMILIES: dict[str, Family] = DENSE_FAMILIES | HYBRID_FAMILIES | GEMMA_FAMILIES | GPT2_FAMILIES
+FAMILIES: dict[str, Family] = {
+    **DENSE_FAMILIES,
+    **DEEPSEEK_FAMILIES,
+    **FUSED_FAMILIES,
+    **GEMMA_FAMILIES,
+    **GPT2_FAMILIES,
+    **HYBRID_FAMILIES,
+    **GATED_DELTA_FAMILIES,
+}
 
 
 def family_of(config: Config) -> Family | None:
