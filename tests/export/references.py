@@ -152,8 +152,8 @@ EXPERTS = (
 
 def write_reference(case: str, folder: Path) -> None:
     """Write ``weights`` and ``gradients``, both in the files' own layout, and the logits."""
+    model = tiny(case)
     with InFloat64():
-        model = tiny(case)
         logits = model(TOKENS, use_cache=False).logits
     (logits * cotangent()).sum().backward()
     save_file({"logits": logits.detach().contiguous()}, folder / "logits.safetensors")
@@ -171,7 +171,10 @@ def tiny(case: str, dtype: torch.dtype = F64) -> Any:
     torch.manual_seed(1)
     model_type = family.removesuffix("_ssm")
     config = transformers.AutoConfig.for_model(model_type, **{**_SIZES, **options})
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    with InFloat64():  # Rotary tables are made here.
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, experts_implementation="eager"
+        )
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[2] not in ("A_log", "D", "dt_bias"):
             torch.nn.init.normal_(parameter, std=0.3)
