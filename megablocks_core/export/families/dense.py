@@ -46,8 +46,9 @@ def _num_experts(config: Config) -> int:
 def _kinds(config: Config) -> list[str]:
     """Which layers have experts, in a family that has some."""
     every, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", ())
+    some = _num_experts(config)
     return [
-        SPARSE if (layer + 1) % every == 0 and layer not in dense else DENSE
+        SPARSE if some and (layer + 1) % every == 0 and layer not in dense else DENSE
         for layer in range(config["num_hidden_layers"])
     ]
 
@@ -177,7 +178,7 @@ DENSE_FAMILIES = {
         "Qwen2MoeForCausalLM",
         (
             *FRAME,
-            *attention_biases(None, *"qkv"),
+            *attention_biases("qkv_bias", *"qkv"),
             *mlp(kind=DENSE),
             *experts(),
             *_shared_expert(),
@@ -187,6 +188,7 @@ DENSE_FAMILIES = {
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
             "num_experts": 60,
+            "qkv_bias": True,
         },
         fused_experts(),
     ),

@@ -124,12 +124,21 @@ def _nemotron_experts(theirs: str) -> tuple[Weight, ...]:
     shapes = {
         "gate.weight": "experts hidden",
         "gate.e_score_correction_bias": "experts",
-        "experts.{}.up_proj.weight": "expert hidden",
-        "experts.{}.down_proj.weight": "hidden expert",
+        "experts.{}.up_proj.weight": "expert latent",
+        "experts.{}.down_proj.weight": "latent expert",
         "shared_experts.up_proj.weight": "shared hidden",
         "shared_experts.down_proj.weight": "hidden shared",
     }
-    return _mixer(theirs, shapes, kind=EXPERTS)
+    biases = {"shared_experts.up_proj.bias": "shared", "shared_experts.down_proj.bias": "hidden"}
+    # Experts of some models work on fewer features than the residual stream has.
+    latent = {"fc1_latent_proj.weight": "latent hidden", "fc2_latent_proj.weight": "hidden latent"}
+    of_latent = {"fc1_latent_proj.bias": "latent", "fc2_latent_proj.bias": "hidden"}
+    return (
+        *_mixer(theirs, shapes, kind=EXPERTS),
+        *_mixer(theirs, biases, kind=EXPERTS, when="mlp_bias"),
+        *_mixer(theirs, latent, kind=EXPERTS, when="moe_latent_size"),
+        *_mixer(theirs, of_latent, kind=EXPERTS, when="moe_latent_size and mlp_bias"),
+    )
 
 
 def _granite_feed_forward() -> tuple[Weight, ...]:
@@ -205,7 +214,11 @@ def _nemotron_in_memory() -> tuple[Weight, ...]:
             for name, shape in frame.items()
         ),
         *fused_experts(
-            _MIXER, on_disk=_THEIRS, names={"up": "up_proj", "down": "down_proj"}, kind=EXPERTS
+            _MIXER,
+            on_disk=_THEIRS,
+            names={"up": "up_proj", "down": "down_proj"},
+            kind=EXPERTS,
+            width="latent",
         ),
     )
 
@@ -250,8 +263,8 @@ def _plain_mamba2_sizes(config: Config) -> Sizes:
 
 
 def _attention_sizes(config: Config) -> Sizes:
-    heads = config.get("num_attention_heads", 0)
-    head = config.get("head_dim", config["hidden_size"] // heads if heads else 0)
+    heads = config["num_attention_heads"]
+    head = config.get("head_dim", config["hidden_size"] // heads)
     return {"q": heads * head, "kv": config.get("num_key_value_heads", heads) * head}
 
 
@@ -260,10 +273,11 @@ def _nemotron_sizes(config: Config) -> Sizes:
     return {
         **_mamba2_sizes(config, *names),
         **_attention_sizes(config),
-        "ffn": config.get("intermediate_size", 0),
-        "experts": config.get("n_routed_experts", 0),
-        "expert": config.get("moe_intermediate_size", 0),
-        "shared": config.get("moe_shared_expert_intermediate_size", 0),
+        "ffn": config["intermediate_size"],
+        "experts": config["n_routed_experts"],
+        "expert": config["moe_intermediate_size"],
+        "shared": config["moe_shared_expert_intermediate_size"],
+        "latent": config.get("moe_latent_size", config["hidden_size"]),
     }
 
 
@@ -303,6 +317,7 @@ def _pairs(config: Config) -> list[str]:
 
 
 _BAMBA_DEFAULTS = {
+    "num_attention_heads": 32,
     "mamba_n_heads": 128,
     "mamba_d_state": 256,
     "mamba_n_groups": 1,
@@ -357,7 +372,13 @@ HYBRID_FAMILIES = {
             "mamba_head_dim": 64,
             "ssm_state_size": 128,
             "n_groups": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
             "head_dim": 128,
+            "intermediate_size": 21504,
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
         },
         in_memory=_nemotron_in_memory(),
     ),
@@ -376,7 +397,7 @@ HYBRID_FAMILIES = {
         _bamba_sizes,
         _pairs,
         ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-        _BAMBA_DEFAULTS,
+        {**_BAMBA_DEFAULTS, "num_key_value_heads": 8},
         blocks=2,
     ),
     "granitemoehybrid": Family(
@@ -393,8 +414,13 @@ HYBRID_FAMILIES = {
         ),
         _bamba_sizes,
         _pairs,
-        ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-        {**_BAMBA_DEFAULTS, "shared_intermediate_size": 1024, "num_local_experts": 8},
+        ("vocab_size", "hidden_size", "num_hidden_layers"),
+        {
+            **_BAMBA_DEFAULTS,
+            "intermediate_size": 11008,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+        },
         blocks=2,
         in_memory=_granite_in_memory(),
     ),

@@ -15,6 +15,7 @@ def fused_experts(
     on_disk: str | None = None,
     kind: str = "E",
     names: Mapping[str, str] = PROJECTIONS,
+    width: str = "hidden",
 ) -> tuple[Weight, ...]:
     """Rows for ``Family.in_memory``.
 
@@ -23,6 +24,7 @@ def fused_experts(
         on_disk: What it is called in files; default the same.
         kind: Letter of the blocks that have experts.
         names: On-disk names of gate, up and down. Without a gate, up is a stack of its own.
+        width: Size of what an expert takes and gives.
     """
     theirs = {
         part: f"{on_disk or block}.experts.{{}}.{name}.weight" for part, name in names.items()
@@ -30,7 +32,7 @@ def fused_experts(
     if "gate" in theirs:
         first = Weight(
             f"{block}.experts.gate_up_proj",
-            "experts expert_gate_up hidden",
+            f"experts expert_gate_up {width}",
             ours=(theirs["gate"], theirs["up"]),
             kind=kind,
             steps=(split("expert expert", dim=1), unstack()),
@@ -38,14 +40,14 @@ def fused_experts(
     else:
         first = Weight(
             f"{block}.experts.up_proj",
-            "experts expert hidden",
+            f"experts expert {width}",
             ours=theirs["up"],
             kind=kind,
             steps=(unstack(),),
         )
     last = Weight(
         f"{block}.experts.down_proj",
-        "experts hidden expert",
+        f"experts {width} expert",
         ours=theirs["down"],
         kind=kind,
         steps=(unstack(),),

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from megablocks_core.export.families import FAMILIES
 from megablocks_core.export.families.dense import DENSE_FAMILIES
+from tests.export.family_checks import check_files, check_whole_model, saved_by_transformers
 
 SIZES = {
     "vocab_size": 11,
@@ -15,6 +16,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 6,
+    "num_experts_per_tok": 2,
 }
 CASES = [
     (family, {**options, "tie_word_embeddings": tied})
@@ -46,6 +48,14 @@ CASES = [
             | {"mlp_only_layers": [1], "moe_intermediate_size": 12}
             | {"shared_expert_intermediate_size": 14},
         ),
+        (
+            "qwen2_moe",
+            {"num_experts": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 14}
+            | {"qkv_bias": False},
+        ),
+        ("qwen2_moe", {"num_experts": 0}),
+        ("qwen3_moe", {"num_experts": 0}),
+        ("qwen3_moe", {"num_experts": 3, "mlp_only_layers": [0, 1]}),
         ("olmoe", {"num_experts": 3, "head_dim": 4, "attention_bias": True}),
     )
     for tied in (False, True)
@@ -53,11 +63,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "options"), CASES)
-def test_schema_is_what_transformers_writes(tmp_path, family, options):
-    config = transformers.AutoConfig.for_model(family, **{**SIZES, **options})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    assert FAMILIES[family].layout(config.to_dict()).schema == _written(model, tmp_path)
-    assert config.model_type == family and model.__class__.__name__ == FAMILIES[family].architecture
+def test_files_and_models_of_transformers(tmp_path, family, options):
+    model = saved_by_transformers(family, {**SIZES, **options}, tmp_path)
+    check_files(model, tmp_path)
+    check_whole_model(model, tmp_path)
 
 
 @pytest.mark.parametrize("family", list(DENSE_FAMILIES))
