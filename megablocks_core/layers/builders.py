@@ -111,10 +111,12 @@ def hybrid(
         moe: Of the mixtures of experts.
 
     Raises:
-        ValueError: Shares come without ``num_layers``, or what the pattern has and the other
-            arguments do not agree.
+        ValueError: ``pattern`` is neither, shares come without ``num_layers``, or what the pattern
+            has and the other arguments do not agree.
     """
     if not isinstance(pattern, str):
+        if not isinstance(pattern, Mapping):
+            raise ValueError(f"pattern={pattern!r} must be a string, or shares by letter")
         if num_layers is None:
             raise ValueError("num_layers=None must be given where pattern has shares")
         pattern = pattern_of_ratios(num_layers, pattern)

@@ -39,6 +39,8 @@ def test_sizes_that_no_block_has_are_zero():
         ({"pattern": "M--|EG"}, "num_heads"),
         ({"pattern": "M**|EG"}, "ffn_size"),
         ({"ffn_size": 0}, "ffn_size"),
+        ({"ffn_size": 24.0}, "ffn_size"),
+        ({"vocab_size": "50"}, "vocab_size"),
         ({"head_dim": 0}, "head_dim"),
         ({"mamba": None}, "mamba"),
         ({"delta": None}, "delta"),

@@ -43,6 +43,7 @@ def check_state(state: MixerState, like: MixerState) -> None:
         raise ValueError(f"state of type {type(state).__name__} must be a MixerState")
     for name, given, right in zip(state._fields, state, like, strict=True):
         check_tensors(**{f"state.{name}": given})
+        check_floating(f"state.{name}.dtype", given.dtype)
         if given.shape != right.shape:
             raise ValueError(
                 f"state.{name} of shape {tuple(given.shape)} must have shape {tuple(right.shape)}"

@@ -56,6 +56,8 @@ def test_states_are_those_of_the_rows(kind):
         (MixerState(conv, ssm[:1]), "state.ssm"),
         (MixerState(conv, ssm[..., :1]), "state.ssm"),
         (MixerState(conv, ssm.to("meta")), "state.ssm"),
+        (MixerState(conv.long(), ssm), "state.conv.dtype"),
+        (MixerState(conv, ssm > 0), "state.ssm.dtype"),
         (MixerState(conv, None), "state.ssm"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ValueError, match=rf"^{name}\b"):
