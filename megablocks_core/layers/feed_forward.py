@@ -130,8 +130,9 @@ def mixture(
     options = {"activation": activations[spec.activation], "ep": ep, "etp": etp}
     shared = gate = None
     if moe.shared_ffn_size:
-        kind = GatedMLP if spec.gated_mlp else partial(MLP, bias=False)
-        shared = kind(hidden, moe.shared_ffn_size, activation=spec.activation, **projections)
+        kind = GatedMLP if spec.gated_mlp else MLP
+        words = {"activation": spec.activation, "bias": spec.mlp_bias, **projections}
+        shared = kind(hidden, moe.shared_ffn_size, **words)
     if moe.shared_gate:
         gate = blank(nn.Linear, hidden, 1, bias=False)
     return MoE(

@@ -8,8 +8,11 @@ import torch.distributed as dist
 import transformers
 
 from megablocks_core.auto import decoder_from_hf
+from megablocks_core.export.families import FAMILIES
 from megablocks_core.groups import Mesh, gather_whole
+from megablocks_core.layers.spec.families import MISSING
 from megablocks_core.testing import ranks
+from tests.export.references import MODELS
 
 TOKENS = torch.arange(12).view(2, 6) % 10
 
@@ -42,6 +45,16 @@ def test_dtype_is_the_one_asked_for_else_the_folders(tmp_path):
     del config["dtype"]
     path.write_text(json.dumps(config))
     assert decoder_from_hf(tmp_path).lm_head.weight.dtype == torch.float32
+
+
+def test_every_family_of_files_is_served_or_its_missing_part_is_named(tmp_path):
+    served = {family for family, _ in MODELS.values()}
+    assert FAMILIES.keys() - served == MISSING.keys()
+    for family, part in MISSING.items():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        message = f"^model_type='{family}': a Decoder has no {part} yet; load_hf fills"
+        with pytest.raises(ValueError, match=message):
+            decoder_from_hf(tmp_path)
 
 
 def _saved(folder, family, dtype):

@@ -32,6 +32,15 @@ _MAMBA2 = {
 }
 _TIED = {"tie_word_embeddings": True}
 _EIGHT_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_DELTA: dict[str, Any] = {
+    **_DENSE,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+}
 # Case: family, and what transformers' config has beside the sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**_DENSE, "rope_parameters": _LLAMA3}),
@@ -61,6 +70,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("olmoe", {**_DENSE, "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.5}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **_DENSE,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
     "mamba": ("mamba", {"num_hidden_layers": 2, "state_size": 4}),
     "mamba2": (
         "mamba2",
@@ -110,18 +135,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "qwen3_next",
         {
-            **_DENSE,
+            **_DELTA,
             **_EIGHT_EXPERTS,
-            "num_hidden_layers": 4,
-            "head_dim": 16,
             "attention_bias": True,
             "mlp_only_layers": [1],
             "shared_expert_intermediate_size": 24,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 4,
         },
+    ),
+    "qwen3_5_text": ("qwen3_5_text", {**_DELTA, **_TIED}),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {**_DELTA, **_EIGHT_EXPERTS, "shared_expert_intermediate_size": 24},
     ),
     "state-spaces-mamba": ("mamba_ssm", {"num_hidden_layers": 2, "state_size": 16}),
     "state-spaces-mamba2": (
@@ -144,9 +168,11 @@ EXPERTS = (
     "qwen2_moe",
     "qwen3_moe",
     "olmoe",
+    "glm4_moe",
     "nemotron_h",
     "granitemoehybrid",
     "qwen3_next",
+    "qwen3_5_moe_text",
 )
 
 

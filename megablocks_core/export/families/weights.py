@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megablocks_core.export.layout import Layout, Rule
-from megablocks_core.export.operations import Operation, Split, Transpose, Unstack, inverses
+from megablocks_core.export.operations import (
+    Join,
+    Operation,
+    Split,
+    Transpose,
+    Unstack,
+    inverses,
+)
 
 Config = Mapping[str, Any]
 Sizes = dict[str, int]
@@ -25,6 +32,11 @@ Step = Callable[[Sizes], Operation]
 def split(sizes: str, *, dim: int = 0, groups: str = "1") -> Step:
     """``Split`` of sizes that are named, or numbers."""
     return lambda known: Split(_shape(sizes, known), dim, _size(groups, known))
+
+
+def join(sizes: str, *, dim: int = 0, groups: str = "1") -> Step:
+    """``Join`` of sizes that are named, or numbers."""
+    return lambda known: Join(_shape(sizes, known), dim, _size(groups, known))
 
 
 def unstack(count: str = "experts") -> Step:
@@ -51,6 +63,7 @@ class Weight:
         kind: Letter of the blocks that have it; ``None``: all have it.
         block: Which of our blocks it is of, where a layer is several.
         steps: Lead from the tensor on disk to ours.
+        others: Names and shapes of further tensors on disk from which ``steps`` start.
     """
 
     name: str
@@ -60,6 +73,7 @@ class Weight:
     kind: str | None = None
     block: int = 0
     steps: tuple[Step, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
 
 
 def _as_it_is(config: Config) -> Config:
@@ -178,14 +192,17 @@ def _asked(when: str | None, config: Config) -> bool:
 
 def _rules(weight: Weight, sizes: Sizes, kinds: Sequence[str], blocks: int) -> list[Rule]:
     """One for each layer, and each expert, that has the weight."""
-    shape = _shape(weight.shape, sizes)
+    theirs = {
+        name: _shape(shape, sizes) for name, shape in ((weight.name, weight.shape), *weight.others)
+    }
     operations = tuple(step(sizes) for step in weight.steps)
-    if "{}" not in weight.name:
-        return [Rule({weight.name: shape}, _ours(weight), operations)]
-    experts = range(sizes["experts"]) if weight.name.count("{}") > 1 else (0,)
+    numbers = weight.name.count("{}")
+    if not numbers:
+        return [Rule(theirs, _ours(weight), operations)]
+    experts = range(sizes["experts"]) if numbers > 1 else (0,)
     return [
         Rule(
-            {weight.name.format(layer, expert): shape},
+            {name.format(layer, expert): shape for name, shape in theirs.items()},
             _numbered(weight, layer * blocks + weight.block, expert, sizes),
             operations,
         )

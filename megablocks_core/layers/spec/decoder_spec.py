@@ -17,15 +17,22 @@ from megablocks_core.layers.spec.entries import (
     as_dict,
     refuse_windows,
     rope,
+    share_of,
+    share_turned,
 )
 from megablocks_core.layers.spec.families import (
     ARCHITECTURES,
     DEFAULTS,
     FAMILIES,
+    MISSING,
     OPTIONS,
     OWN_DROPOUTS,
+    OWN_OPTIONS,
+    PREDICTORS,
     REQUIRED,
     SIZES,
+    TURNED,
+    WITHOUT_LAST_BIAS,
 )
 from megablocks_core.layers.spec.hybrid import HYBRID_FIELDS, check_blocks
 from megablocks_core.layers.spec.hybrid_families import HYBRIDS, read_hybrid, write_hybrid
@@ -161,39 +168,23 @@ class DecoderSpec:
         """Read a config: a dict, a transformers config, a ``config.json`` or its folder.
 
         Raises:
-            ValueError: An unknown ``model_type``, a size that is missing, or an entry that
-                asks for what a ``Decoder`` does not have.
+            ValueError: An unknown ``model_type``, a size that is missing, or a family or an
+                entry that asks for what a ``Decoder`` does not have.
         """
         given = as_dict(config)
         entries = Entries(read_state_spaces(given) if is_state_spaces(given) else given)
         family = entries.take("model_type")
         if family in HYBRIDS:
             return cls(**read_hybrid(family, entries))
+        if family in MISSING:
+            raise ValueError(
+                f"model_type={family!r}: a Decoder has no {MISSING[family]} yet; load_hf fills a "
+                "transformers model"
+            )
         if family not in FAMILIES:
             known = ", ".join(FAMILIES | HYBRIDS)
             raise ValueError(f"model_type={family!r} must be one of {known}")
-        values: dict[str, Any] = {"family": family, **FAMILIES[family]}
-        heads, hidden = entries.peek("num_attention_heads"), entries.peek("hidden_size")
-        for key, value in DEFAULTS.get(family, {}).items():
-            entries.default(key, value)
-        if family in ("llama", "olmoe") and heads and hidden:
-            entries.default("num_key_value_heads", heads)
-        if heads and hidden:
-            entries.default("head_dim", 128 if family == "qwen3" else hidden // heads)
-        for key, name in SIZES.items():
-            values[name] = entries.need(key)
-        for key, name in OPTIONS.items():
-            if key in entries and name not in FAMILIES[family]:
-                values[name] = entries.take(key)
-        values |= rope(entries)
-        if family == "olmoe":
-            values["clip_qkv"] = entries.take("clip_qkv")
-        refuse_windows(entries, family)
-        values["moe"] = read_moe(entries, family, values["ffn_size"])
-        kept = (*KEPT, *KEPT_OF_EXPERTS) if family in ENTRIES else KEPT
-        values["extra"] = {key: entries.take(key) for key in kept if key in entries}
-        entries.finish(REQUIRED.get(family))
-        return cls(**values)
+        return cls(**_read_plain(family, entries))
 
     def to_hf(self) -> dict[str, Any]:
         """The config that ``from_hf`` reads, in the form every transformers version reads.
@@ -214,24 +205,83 @@ class DecoderSpec:
             **write_moe(self.moe, self.family, self.ffn_size),
             **self.extra,
         }
-        if self.family == "olmoe":
-            config["clip_qkv"] = self.clip_qkv
-        elif self.clip_qkv is not None:
-            raise ValueError(
-                f"clip_qkv={self.clip_qkv} has no place in a config of {self.family!r}"
-            )
-        if self.moe is not None and self.family not in ENTRIES:
-            raise ValueError(f"moe={self.moe} has no place in a config of {self.family!r}")
-        for name, plain in (HYBRID_FIELDS | dict.fromkeys(OWN_DROPOUTS, 0.0)).items():
-            if (value := getattr(self, name)) != plain:
-                raise ValueError(f"{name}={value!r} has no place in a config of {self.family!r}")
-        fixed = FAMILIES[self.family]
-        for name in ("qk_norm", "attention_bias", "mlp_bias"):
-            value = getattr(self, name)
-            if value != fixed.get(name, bool(value)):
-                raise ValueError(f"{name}={value!r} has no place in a config of {self.family!r}")
-        for name in fixed:
+        self._refuse_unnamed()
+        own = OWN_OPTIONS.get(self.family, {})
+        config |= {key: getattr(self, name) for key, name in own.items()}
+        for name in FAMILIES[self.family]:
             config.pop(name, None)
+        if self.family in TURNED:
+            share = share_of(self.rotary_dim or self.head_dim, self.head_dim)
+            config["partial_rotary_factor"] = share
+        if self.family in WITHOUT_LAST_BIAS:
+            config["attention_bias"] = bool(self.attention_bias)
+        if self.family in PREDICTORS:
+            config[PREDICTORS[self.family]] = 0
         if self.family == "mistral":
             config["sliding_window"] = None
         return config
+
+    def _refuse_unnamed(self) -> None:
+        """Raise where a field is what configs of this family cannot name."""
+        family = self.family
+        if self.moe is not None and family not in ENTRIES:
+            raise ValueError(f"moe={self.moe} has no place in a config of {family!r}")
+        bias = "qkv" if family in WITHOUT_LAST_BIAS else True
+        only = {
+            **HYBRID_FIELDS,
+            **dict.fromkeys(OWN_DROPOUTS, 0.0),
+            "clip_qkv": None,
+            "qk_norm": bool(self.qk_norm),
+            "attention_bias": bias if self.attention_bias else False,
+            "mlp_bias": bool(self.mlp_bias),
+            **FAMILIES[family],
+        }
+        named = {"clip_qkv"} & set(OWN_OPTIONS.get(family, {}).values())
+        for name in named | ({"rotary_dim"} if family in TURNED else set()):
+            del only[name]
+        for name, value in only.items():
+            if (found := getattr(self, name)) != value:
+                raise ValueError(f"{name}={found!r} has no place in a config of {family!r}")
+
+
+def _read_plain(family: str, entries: Entries) -> dict[str, Any]:
+    """The fields of a model whose every block is attention and a feed-forward layer."""
+    values: dict[str, Any] = {"family": family, **FAMILIES[family]}
+    _fill_in(family, entries)
+    for key, name in SIZES.items():
+        values[name] = entries.need(key)
+    for key, name in OPTIONS.items():
+        if key in entries and name not in FAMILIES[family]:
+            values[name] = entries.take(key)
+    for key, name in OWN_OPTIONS.get(family, {}).items():
+        values[name] = entries.take(key)
+    if family in WITHOUT_LAST_BIAS and values.get("attention_bias"):
+        values["attention_bias"] = "qkv"
+    values |= _turns(entries, family, values["head_dim"])
+    entries.take(PREDICTORS.get(family, ""))
+    refuse_windows(entries, family, values["num_layers"])
+    values["moe"] = read_moe(entries, family, values["ffn_size"])
+    kept = (*KEPT, *KEPT_OF_EXPERTS) if family in ENTRIES else KEPT
+    values["extra"] = {key: entries.take(key) for key in kept if key in entries}
+    entries.finish(REQUIRED.get(family))
+    return values
+
+
+def _fill_in(family: str, entries: Entries) -> None:
+    """What entries mean that are absent."""
+    heads, hidden = entries.peek("num_attention_heads"), entries.peek("hidden_size")
+    for key, value in DEFAULTS.get(family, {}).items():
+        entries.default(key, value)
+    if family in ("llama", "olmoe") and heads and hidden:
+        entries.default("num_key_value_heads", heads)
+    if heads and hidden:
+        entries.default("head_dim", 128 if family == "qwen3" else hidden // heads)
+
+
+def _turns(entries: Entries, family: str, head_dim: int) -> dict[str, Any]:
+    """How queries and keys are turned, and how many features of a head."""
+    if family not in TURNED:
+        return rope(entries)
+    share = share_turned(entries, TURNED[family])
+    width = {} if share == 1 else {"rotary_dim": int(head_dim * share)}
+    return rope(entries, whole=share) | width

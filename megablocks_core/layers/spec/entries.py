@@ -1,6 +1,7 @@
 """The entries of a Hugging Face config; none is left out in silence."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -103,15 +104,42 @@ def rope(entries: Entries, *, whole: float = 1.0) -> dict[str, Any]:
     return {"rope_base": base, "rope_scaling": None if plain else scaling}
 
 
-def refuse_windows(entries: Entries, family: str) -> None:
-    """Sliding windows change the function: only configs without them are read."""
+def share_turned(entries: Entries, default: float) -> float:
+    """The share of a head's features that positions turn, where a config may name it."""
+    name = "partial_rotary_factor"
+    stated = {**(entries.peek("rope_scaling") or {}), **(entries.peek("rope_parameters") or {})}
+    return stated.get(name, entries.peek(name) or default)
+
+
+def share_of(width: int, head_dim: int) -> float:
+    """The share that gives ``width`` features where it is multiplied and rounded down."""
+    share = width / head_dim
+    return share if int(head_dim * share) == width else math.nextafter(share, 1.0)
+
+
+def refuse_windows(entries: Entries, family: str, num_layers: int) -> None:
+    """Sliding windows change the function: only configs in which no layer has one are read."""
     if family == "mistral" and "sliding_window" not in entries.null:
         window = entries.peek("sliding_window")
         raise ValueError(f"sliding_window={window} must be null (without it mistral has one)")
     if family.startswith("qwen"):
-        window, used = entries.take("sliding_window"), entries.take("use_sliding_window", False)
-        if used:
-            raise ValueError(f"use_sliding_window=True (of {window} tokens) must be False")
+        _refuse_windows_of_qwen(entries, family, num_layers)
     other = set(entries.take("layer_types", ())) - {"full_attention"}
     if other:
         raise ValueError(f"layer_types must be full_attention throughout, not {sorted(other)}")
+
+
+def _refuse_windows_of_qwen(entries: Entries, family: str, num_layers: int) -> None:
+    """An entry switches windows on; which layers have one then depends on the family."""
+    window, used = entries.take("sliding_window"), entries.take("use_sliding_window", False)
+    if not used or (family != "qwen3_moe" and "layer_types" in entries):
+        return
+    bound = entries.peek("max_window_layers")
+    bound = 28 if bound is None else bound
+    if family == "qwen2_moe":
+        slides = bound > 0
+    else:
+        every = family == "qwen3_moe" or bound < num_layers
+        slides = every and "sliding_window" not in entries.null
+    if slides:
+        raise ValueError(f"use_sliding_window=True (of {window} tokens) must be False")

@@ -34,13 +34,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"qk_norm": False, "attention_bias": "qkv", "mlp_bias": False},
     "qwen3_moe": {"qk_norm": True, "mlp_bias": False},
     "olmoe": {"qk_norm": "projection", "mlp_bias": False},
+    "glm4_moe": {"mlp_bias": False},
 }
+# Options that configs of one family have.
+OWN_OPTIONS: dict[str, dict[str, str]] = {
+    "olmoe": {"clip_qkv": "clip_qkv"},
+    "glm4_moe": {"use_qk_norm": "qk_norm"},
+}
+# What is a bias of all projections elsewhere has none of the last in these.
+WITHOUT_LAST_BIAS = ("glm4_moe",)
+# The share of a head's features that positions turn, where a config may name another.
+TURNED = {"glm4_moe": 0.5}
+# How many layers predict later tokens behind the last: a Decoder has none, and none is written.
+PREDICTORS = {"glm4_moe": "num_nextn_predict_layers"}
 # What an absent entry means, where that is not what it means in Llama's config.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2_moe": {"num_key_value_heads": 16},
     "qwen3_moe": {"num_key_value_heads": 4},
     "olmoe": {"rms_norm_eps": 1e-5},
+    "glm4_moe": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "use_qk_norm": False},
 }
 # What an entry must be where it is there: nothing else is built.
 REQUIRED: dict[str, dict[str, Any]] = {"qwen2_moe": {"qkv_bias": True}}
@@ -53,4 +66,17 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+}
+# Families that a Decoder cannot be, and the part that it lacks.
+_LATENT = "multi-head latent attention"
+MISSING: dict[str, str] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "kimi_k2": _LATENT,
+    "gemma3_text": "attention in sliding windows and norms behind each layer",
+    "gpt2": "learned positions and layer norms",
+    "gpt_oss": "attention with sinks and in sliding windows",
+    "llama4": "attention in chunks",
+    "llama4_text": "attention in chunks",
 }

@@ -19,7 +19,14 @@ from megablocks_core.layers.spec.block_lists import (
     write_places,
     write_singles,
 )
-from megablocks_core.layers.spec.entries import KEPT, KEPT_OF_EXPERTS, Entries, rope
+from megablocks_core.layers.spec.entries import (
+    KEPT,
+    KEPT_OF_EXPERTS,
+    Entries,
+    rope,
+    share_of,
+    share_turned,
+)
 from megablocks_core.layers.spec.gated_delta import GATED_DELTA
 from megablocks_core.layers.spec.hybrid_family import HybridFamily, Values
 from megablocks_core.layers.spec.mixer_specs import DeltaSpec, Mamba1Spec, Mamba2Spec
@@ -139,8 +146,7 @@ def _read_turns(entries: Entries, family: HybridFamily, head_dim: int) -> Values
         return {"rope": False}
     share = family.turned
     if family.any_share:
-        stated = entries.peek("rope_parameters") or {}
-        share = stated.get(_SHARE, entries.peek(_SHARE) or family.turned)
+        share = share_turned(entries, family.turned)
     width = {} if share == 1 else {"rotary_dim": int(head_dim * share)}
     return rope(entries, whole=share) | width
 
@@ -151,7 +157,7 @@ def _written_turns(spec: DecoderSpec, family: HybridFamily) -> Values:
     scaling = None if spec.rope_scaling is None else dict(spec.rope_scaling)
     asks: Values = {"position_embedding_type": "rope"} if family.asks else {}
     if family.any_share and spec.head_dim:
-        asks[_SHARE] = (spec.rotary_dim or spec.head_dim) / spec.head_dim
+        asks[_SHARE] = share_of(spec.rotary_dim or spec.head_dim, spec.head_dim)
     return {"rope_theta": spec.rope_base, "rope_scaling": scaling, **asks}
 
 
@@ -171,7 +177,6 @@ def _derive_mamba2(entries: Entries) -> None:
 
 def _derive_nemotron(entries: Entries) -> None:
     entries.take("expand")  # The product of heads is what its layers have.
-    entries.default("num_key_value_heads", entries.peek("num_attention_heads"))
     # transformers clamps by the first of these and does not read the second.
     low = entries.take("time_step_min", 0.001)
     entries.take("time_step_limit")
@@ -183,11 +188,11 @@ def _derive_nemotron(entries: Entries) -> None:
 
 def _derive_attention_heads(entries: Entries) -> None:
     """Of Bamba and Granite."""
-    hidden, heads = entries.need("hidden_size"), entries.need("num_attention_heads")
+    hidden, heads = entries.need("hidden_size"), entries.peek("num_attention_heads")
     entries.default("hidden_size", hidden)
-    entries.default("num_attention_heads", heads)
-    entries.default("num_key_value_heads", heads)
-    entries.default("head_dim", hidden // heads)
+    if heads:
+        entries.default("num_key_value_heads", heads)
+        entries.default("head_dim", hidden // heads)
     if entries.peek("mamba_d_head") in (None, "auto"):
         entries.take("mamba_d_head")
         inner = entries.peek("mamba_expand") * hidden
@@ -357,6 +362,7 @@ HYBRIDS = {
                 "num_experts_per_tok": "moe.top_k",
                 "moe_intermediate_size": "moe.ffn_size",
                 "moe_shared_expert_intermediate_size": "moe.shared_ffn_size",
+                "mlp_bias": "mlp_bias",
                 "norm_topk_prob": "moe.renormalize",
                 "routed_scaling_factor": "moe.scale",
                 "n_group": "moe.num_groups",
@@ -369,6 +375,7 @@ HYBRIDS = {
             "mlp_hidden_act": "relu2",
             "mlp_bias": False,
             "attention_dropout": 0.0,
+            "num_key_value_heads": 8,
             "head_dim": 128,
             "conv_kernel": 4,
             "n_groups": 8,
@@ -407,7 +414,13 @@ HYBRIDS = {
             MAMBA: _MAMBA_OF_BAMBA,
             ATTENTION: {**_HEADS, "attention_bias": "attention_bias"},
         },
-        {**_DEFAULTS_OF_BAMBA, "rms_norm_eps": 1e-5, "mlp_bias": False, "pad_token_id": 0},
+        {
+            **_DEFAULTS_OF_BAMBA,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mlp_bias": False,
+            "pad_token_id": 0,
+        },
         derive=_derive_attention_heads,
         expand="mamba_expand",
         turned=0.5,

@@ -87,6 +87,17 @@ _QWEN = {
     "decoder_sparse_step": "sparse_step",
     "mlp_only_layers": "dense_layers",
 }
+_DEEPSEEK = {
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "ffn_size",
+    "norm_topk_prob": "renormalize",
+    "routed_scaling_factor": "scale",
+    "n_group": "num_groups",
+    "topk_group": "top_k_groups",
+}
+# Families whose configs count the first layers, which are dense, and shared experts.
+_COUNTING = ("glm4_moe",)
 # What a family's config calls the fields, what an absent entry means, and what has no entry.
 ENTRIES: dict[str, dict[str, str]] = {
     "mixtral": {"num_local_experts": "num_experts", "num_experts_per_tok": "top_k"},
@@ -97,6 +108,7 @@ ENTRIES: dict[str, dict[str, str]] = {
         "num_experts_per_tok": "top_k",
         "norm_topk_prob": "renormalize",
     },
+    "glm4_moe": _DEEPSEEK,
 }
 _QWEN_DEFAULTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()}
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -110,8 +122,22 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": _QWEN_DEFAULTS,
     "olmoe": {"norm_topk_prob": False},
+    "glm4_moe": {
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
 }
-_FIXED: dict[str, dict[str, Any]] = {"qwen2_moe": {"shared_gate": True}}
+_FIXED: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"shared_gate": True},
+    "glm4_moe": {"score": "sigmoid", "selection_bias": True},
+}
 
 
 def read_moe(entries: Entries, family: str, ffn_size: int) -> MoESpec | None:
@@ -124,6 +150,9 @@ def read_moe(entries: Entries, family: str, ffn_size: int) -> MoESpec | None:
     for key, value in _DEFAULTS[family].items():
         entries.default(key, value)
     values = {name: entries.need(key) for key, name in ENTRIES[family].items()}
+    if family in _COUNTING:
+        values["dense_layers"] = tuple(range(entries.need("first_k_dense_replace")))
+        values["shared_ffn_size"] = entries.need("n_shared_experts") * values["ffn_size"]
     return MoESpec(**{"ffn_size": ffn_size, **values, **_FIXED.get(family, {})})
 
 
@@ -137,12 +166,32 @@ def write_moe(moe: MoESpec | None, family: str, ffn_size: int) -> dict[str, Any]
     if moe is None or not names:
         return {}
     config = {key: getattr(moe, name) for key, name in names.items()}
+    counted = _counts(moe, family) if family in _COUNTING else {}
     plain = MoESpec(moe.num_experts, moe.top_k, ffn_size)
     fixed = {name: getattr(plain, name) for name in MoESpec.__dataclass_fields__}
     for name, only in {**fixed, **_FIXED.get(family, {})}.items():
         value = getattr(moe, name)
-        if name not in names.values() and value != only:
+        if name not in (*names.values(), *(_COUNTED if counted else ())) and value != only:
             raise ValueError(f"moe.{name}={value!r} must be {only!r} in a config of {family!r}")
     return {
-        key: list(value) if isinstance(value, tuple) else value for key, value in config.items()
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in {**config, **counted}.items()
     }
+
+
+_COUNTED = ("dense_layers", "shared_ffn_size")
+
+
+def _counts(moe: MoESpec, family: str) -> dict[str, int]:
+    """How many first layers are dense, and how many experts are shared."""
+    dense, (shared, rest) = len(moe.dense_layers), divmod(moe.shared_ffn_size, moe.ffn_size)
+    if moe.dense_layers != tuple(range(dense)):
+        raise ValueError(
+            f"moe.dense_layers={moe.dense_layers} must be the first ones in a config of {family!r}"
+        )
+    if rest:
+        raise ValueError(
+            f"moe.shared_ffn_size={moe.shared_ffn_size} must be some times "
+            f"moe.ffn_size={moe.ffn_size} in a config of {family!r}"
+        )
+    return {"first_k_dense_replace": dense, "n_shared_experts": shared}

@@ -1,4 +1,4 @@
-"""Qwen3-Next's files into our tensors and into transformers' model, and back."""
+"""Files of Qwen3-Next and Qwen3.5 into our tensors and into transformers' model, and back."""
 
 import json
 from typing import Any
@@ -48,9 +48,23 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_files_and_models_of_transformers(tmp_path, case):
-    model = saved_by_transformers("qwen3_next", {**SIZES, **CASES[case]}, tmp_path)
+OF_QWEN3_5: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"attention_bias": True, "tie_word_embeddings": True, "num_experts": 2},
+    "one-value-head": {"linear_num_value_heads": 2, "linear_num_key_heads": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *(("qwen3_next", options) for options in CASES.values()),
+        *(("qwen3_5_text", options) for options in OF_QWEN3_5.values()),
+        *(("qwen3_5_moe_text", options) for options in OF_QWEN3_5.values()),
+    ],
+)
+def test_files_and_models_of_transformers(tmp_path, family, options):
+    model = saved_by_transformers(family, {**SIZES, **options}, tmp_path)
     check_files(model, tmp_path)
     check_whole_model(model, tmp_path)
 

@@ -8,34 +8,37 @@ import transformers
 
 from megablocks_core.export.families import FAMILIES
 from megablocks_core.export.families.hybrid import HYBRID_FAMILIES
-from tests.export.family_checks import check_files, check_whole_model, saved_by_transformers
+from tests.export.family_checks import (
+    check_decoder,
+    check_files,
+    check_whole_model,
+    saved_by_transformers,
+)
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "hidden_size": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 BAMBA = {**HEADS, "num_hidden_layers": 2, "mamba_n_heads": 4, "mamba_d_state": 6}
+NEMOTRON: dict[str, Any] = {
+    **HEADS,
+    "layers_block_type": ["mamba", "attention", "mlp", "moe"],
+    "intermediate_size": 20,
+    "head_dim": 6,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 5,
+    "n_groups": 2,
+    "n_routed_experts": 3,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 14,
+    "mlp_bias": False,
+}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("mamba", {"num_hidden_layers": 2, "state_size": 3, "expand": 3}),
     ("mamba", {"num_hidden_layers": 1, "use_bias": True, "use_conv_bias": False}),
     ("mamba", {"num_hidden_layers": 1, "tie_word_embeddings": False, "time_step_rank": 5}),
     ("mamba2", {"num_hidden_layers": 2, "num_heads": 8, "head_dim": 4, "n_groups": 2}),
     ("mamba2", {"num_hidden_layers": 1, "num_heads": 8, "head_dim": 4, "use_bias": True}),
-    (
-        "nemotron_h",
-        {
-            **HEADS,
-            "layers_block_type": ["mamba", "attention", "mlp", "moe"],
-            "intermediate_size": 20,
-            "head_dim": 6,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 6,
-            "ssm_state_size": 5,
-            "n_groups": 2,
-            "n_routed_experts": 3,
-            "moe_intermediate_size": 12,
-            "moe_shared_expert_intermediate_size": 14,
-            "mlp_bias": False,
-        },
-    ),
+    ("nemotron_h", NEMOTRON),
     (
         "nemotron_h",
         {
@@ -124,6 +127,27 @@ def test_files_and_models_of_transformers(tmp_path, family, options):
     model = saved_by_transformers(family, {**SIZES, **options}, tmp_path)
     check_files(model, tmp_path)
     check_whole_model(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (
+            "nemotron_h",
+            {
+                **{**NEMOTRON, "layers_block_type": ["attention", "moe"]},
+                "num_experts_per_tok": 2,
+                "mlp_bias": True,
+            },
+        ),
+        ("nemotron_h", {**NEMOTRON, "use_conv_bias": False, "use_bias": True, "mlp_bias": True}),
+        ("bamba", {**BAMBA, "intermediate_size": 20}),
+        ("granitemoehybrid", {**BAMBA, "num_local_experts": 0, "attention_bias": True}),
+    ],
+)
+def test_decoders_of_unusual_configs(tmp_path, family, options):
+    """Biases of shared experts, no layer that attends, no experts."""
+    check_decoder(family, {**SIZES, **options}, tmp_path)
 
 
 @pytest.mark.parametrize(("family", "options"), ALMOST_EMPTY.items())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import (
     AutoConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -56,6 +57,21 @@ CONFIGS = [
     OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, clip_qkv=3.0, eos_token_id=1),
     Qwen2MoeConfig(
         **SIZES, num_experts=8, moe_intermediate_size=20, shared_expert_intermediate_size=24
+    ),
+    Glm4MoeConfig(
+        **SIZES,
+        n_routed_experts=8,
+        moe_intermediate_size=20,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=False,
+        use_qk_norm=True,
+        attention_bias=True,
+        num_nextn_predict_layers=0,
+        partial_rotary_factor=0.25,
     ),
 ]
 
@@ -112,7 +128,10 @@ def test_older_names_of_the_rotary_entries_are_read():
         ({"pad_token_id": 97}, "pad_token_id=97"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64"),
         ({"model_type": "mistral"}, "sliding_window=None"),
-        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1},
+            "use_sliding_window",
+        ),
         ({"model_type": "qwen3", "mlp_bias": True}, "mlp_bias"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise"),
         ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window"),
@@ -157,6 +176,47 @@ def test_features_that_a_family_cannot_name_are_not_written(fields):
         spec.to_hf()
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias=True has no place"),
+        ({"qk_norm": "projection"}, "qk_norm='projection' has no place"),
+        ({"mlp_bias": True}, "mlp_bias=True has no place"),
+        ({"moe": MoESpec(8, 2, 8)}, "moe.score='softmax' must be 'sigmoid'"),
+        ({"dense_layers": (1,)}, r"moe.dense_layers=\(1,\) must be the first ones"),
+        ({"shared_ffn_size": 12}, "moe.shared_ffn_size=12 must be some times moe.ffn_size=8"),
+        ({"shared_gate": True, "shared_ffn_size": 8}, "moe.shared_gate=True must be False"),
+    ],
+)
+def test_features_that_glm_cannot_name_are_not_written(fields, message):
+    of_experts = {name: fields[name] for name in fields if name in MoESpec.__dataclass_fields__}
+    moe = MoESpec(8, 2, 8, score="sigmoid", selection_bias=True, **of_experts)
+    own = {name: value for name, value in fields.items() if name not in of_experts}
+    spec = DecoderSpec(97, 32, 48, 2, 4, 2, 8, family="glm4_moe", **{"moe": moe, **own})
+    with pytest.raises(ValueError, match=message):
+        spec.to_hf()
+
+
+def test_any_share_of_a_head_that_glm_turns_comes_back():
+    """Transformers multiplies and rounds down, which 2/98 of 98 would not survive."""
+    moe = MoESpec(8, 2, 8, score="sigmoid", selection_bias=True)
+    for head in range(2, 130, 2):
+        for width in range(2, head, 2):
+            spec = DecoderSpec(
+                97, 32, 48, 2, 4, 2, head, family="glm4_moe", moe=moe, rotary_dim=width
+            )
+            config = spec.to_hf()
+            assert DecoderSpec.from_hf(config).rotary_dim == width
+    whole = replace(spec, rotary_dim=None)
+    assert DecoderSpec.from_hf(whole.to_hf()) == whole
+
+
+def test_glm_without_layers_that_predict_later_tokens():
+    """Its config says how many there are; a Decoder has none, and writes that it has none."""
+    spec = DecoderSpec.from_hf(Glm4MoeConfig(**SIZES, num_nextn_predict_layers=1))
+    assert spec.to_hf()["num_nextn_predict_layers"] == 0
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_attention_dropout_is_that_of_the_config(family):
     config = {**_llama(attention_dropout=0.25), "model_type": family, "sliding_window": None}
@@ -176,7 +236,7 @@ def _llama(**entries):
 
 
 def test_every_field_of_experts_comes_from_the_config():
-    mixtral, qwen3_moe, olmoe, qwen2_moe = (DecoderSpec.from_hf(each) for each in CONFIGS[5:])
+    mixtral, qwen3_moe, olmoe, qwen2_moe, glm4_moe = map(DecoderSpec.from_hf, CONFIGS[5:])
     assert mixtral.moe == MoESpec(4, 3, 48)
     assert mixtral.extra["router_aux_loss_coef"] == 0.5 and mixtral.rope_base == 1e6
     assert qwen3_moe.moe == MoESpec(8, 3, 20, sparse_step=2, dense_layers=(1,))
@@ -185,6 +245,20 @@ def test_every_field_of_experts_comes_from_the_config():
     shared = {"shared_ffn_size": 24, "shared_gate": True}
     assert qwen2_moe.moe == MoESpec(8, 4, 20, renormalize=False, **shared)
     assert qwen2_moe.attention_bias == "qkv"
+    assert glm4_moe.moe == MoESpec(
+        8,
+        3,
+        20,
+        score="sigmoid",
+        renormalize=False,
+        dense_layers=(0,),
+        shared_ffn_size=40,
+        scale=2.5,
+        selection_bias=True,
+        num_groups=4,
+        top_k_groups=2,
+    )
+    assert (glm4_moe.attention_bias, glm4_moe.qk_norm, glm4_moe.rotary_dim) == ("qkv", True, 2)
 
 
 def test_entries_of_experts_that_are_absent_mean_what_they_mean_in_transformers():
@@ -193,6 +267,7 @@ def test_entries_of_experts_that_are_absent_mean_what_they_mean_in_transformers(
         ("qwen2_moe", {"num_attention_heads": 16}),
         ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 20, "num_experts_per_tok": 2}),
         ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 1}),
+        ("glm4_moe", {}),
     ):
         sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
         sizes |= {"num_attention_heads": 8, "hidden_size": 64, **entries}

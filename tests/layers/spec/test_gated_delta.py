@@ -1,4 +1,4 @@
-"""Configs of Qwen3-Next are read without losing a feature, and written back."""
+"""Configs of Qwen3-Next and Qwen3.5 are read without losing a feature, and written back."""
 
 import json
 from dataclasses import replace
@@ -98,6 +98,55 @@ def test_to_hf_reads_alike_here_and_in_transformers(changes, tmp_path):
         unused |= {key for key in theirs if key.startswith("linear_")}
     differing = {key for key in theirs if ours.get(key) != theirs[key]}
     assert differing <= {"architectures", "_name_or_path", *unused}
+
+
+@pytest.mark.parametrize(
+    ("family", "second", "changes"),
+    [
+        ("qwen3_5_text", "-", {}),
+        ("qwen3_5_text", "-", {"tie_word_embeddings": True, "attention_bias": True}),
+        ("qwen3_5_moe_text", "E", {"num_experts": 8, "num_experts_per_tok": 3}),
+    ],
+)
+def test_configs_of_qwen3_5_read_alike(family, second, changes, tmp_path):
+    sizes = {key: value for key, value in SIZES.items() if "expert" not in key and "moe" not in key}
+    rope = {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_type": "default"}
+    of_images = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    config = AutoConfig.for_model(family, **sizes, **changes, rope_parameters={**rope, **of_images})
+    spec = DecoderSpec.from_hf(config)
+    assert spec.pattern == "".join(f"{mixer}{second}" for mixer in "GGG*")
+    (tmp_path / "config.json").write_text(json.dumps(spec.to_hf()))
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert DecoderSpec.from_hf(again) == spec
+    theirs, ours = config.to_dict(), again.to_dict()
+    differing = {key for key in theirs if ours.get(key) != theirs[key]}
+    unused = {"intermediate_size"} if second == "E" else set()
+    assert differing <= {"architectures", "_name_or_path", "rope_parameters", *unused}
+    assert ours["rope_parameters"] == rope
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3_5_text", {"num_experts": 8}, "num_experts=8 must be absent"),
+        ("qwen3_5_text", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("qwen3_5_moe_text", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 must be absent"),
+    ],
+)
+def test_layers_of_qwen3_5_are_alike(family, changes, message):
+    config = {"model_type": family, "vocab_size": 3, "hidden_size": 8, "num_hidden_layers": 4}
+    with pytest.raises(ValueError, match=message):
+        DecoderSpec.from_hf({**config, **changes})
+
+
+@pytest.mark.parametrize("pattern", ["GEG-", "G-G-"])
+def test_patterns_that_configs_of_qwen3_5_cannot_name_raise(pattern):
+    spec = DecoderSpec.from_hf(_config(num_hidden_layers=2, mlp_only_layers=[1]))
+    moe = spec.moe if "E" in pattern else None
+    heads = {"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "rotary_dim": None}
+    changes = {"pattern": pattern, "moe": moe, "family": "qwen3_5_moe_text", **heads}
+    with pytest.raises(ValueError, match="in a config of 'qwen3_5_moe_text'"):
+        replace(spec, **changes).to_hf()
 
 
 def test_published_configs_are_read():
