@@ -1,8 +1,11 @@
 """Mixers whose sequences are cut over ranks equal one process, with heads cut or not."""
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
 from megablocks_core.groups import LOCAL, Mesh, gather_from
@@ -55,6 +58,49 @@ def test_every_cut_of_every_length_equals_one_process(kind):
         for cut_kind in ("contiguous", "zigzag"):
             for documents in (None, DOCUMENTS.clamp(max=length)):
                 _compare(kind, length, cp=cp, documents=documents, cut_kind=cut_kind)
+
+
+@pytest.mark.slow
+@each_kind
+@ranks(4, timeout=300)
+def test_drawn_lengths_and_packings_equal_one_process(kind):
+    """All ranks draw alike; hypothesis would make each rank shrink a failure by itself."""
+    square, row, draw = Mesh(tp=2, cp=2), Mesh(cp=4), random.Random(0)
+    cut_heads = {"tp": square.group("tp"), "group": square.group("tp", "cp")}
+    for number in range(16):
+        lengths = [draw.choice((0, 1, draw.randint(2, 12))) for _ in range(draw.randint(1, 6))]
+        _compare(
+            kind,
+            sum(lengths) + draw.randint(0, 3) or 1,
+            cp=row.group("cp") if number % 2 else square.group("cp"),
+            documents=None if number % 8 == 0 else torch.tensor([0, *lengths]).cumsum(0),
+            cut_kind=draw.choice(("contiguous", "zigzag")),
+            **({} if number % 2 else cut_heads),
+        )
+
+
+@pytest.mark.slow
+@each_kind
+@ranks(2, timeout=300)
+def test_twenty_packings_of_a_cut_row_compile_at_most_three_times(kind):
+    torch._dynamo.reset()
+    cp = Mesh(cp=2).group("cp")
+    mixer = build(kind, cp=cp)
+
+    def run(x_TH, length, sums):
+        return mixer(x_TH, cut=SequenceCut(length, cu_seqlens=sums, group=cp))
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    before = counters["stats"]["unique_graphs"]
+    for number in range(20):
+        length = 24 + number % 7
+        sums = torch.tensor([0, number % 5, 7 + number % 9, 20])
+        own = SequenceCut(length, group=cp).local_length
+        x_TH = tokens(own, HIDDEN, dtype=torch.float32)
+        y_TH = compiled(x_TH, length, sums)
+        y_TH.sum().backward()
+        assert_close(y_TH, run(x_TH, length, sums))
+    assert counters["stats"]["unique_graphs"] - before <= 3
 
 
 @each_kind
