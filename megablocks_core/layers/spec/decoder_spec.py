@@ -271,8 +271,9 @@ def _fill_in(family: str, entries: Entries) -> None:
     """What entries mean that are absent."""
     heads, hidden = entries.peek("num_attention_heads"), entries.peek("hidden_size")
     for key, value in DEFAULTS.get(family, {}).items():
-        entries.default(key, value)
-    if family in ("llama", "olmoe") and heads and hidden:
+        if key not in entries.null:
+            entries.default(key, value)
+    if heads and (family in ("llama", "olmoe") or "num_key_value_heads" in entries.null):
         entries.default("num_key_value_heads", heads)
     if heads and hidden:
         entries.default("head_dim", 128 if family == "qwen3" else hidden // heads)

@@ -49,6 +49,9 @@ TURNED = {"glm4_moe": 0.5}
 PREDICTORS = {"glm4_moe": "num_nextn_predict_layers"}
 # What an absent entry means, where that is not what it means in Llama's config.
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32},
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2_moe": {"num_key_value_heads": 16},
     "qwen3_moe": {"num_key_value_heads": 4},

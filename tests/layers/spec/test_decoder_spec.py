@@ -109,13 +109,31 @@ def test_older_names_of_the_rotary_entries_are_read():
 
 
 @pytest.mark.parametrize(
+    ("family", "heads"),
+    [
+        *(
+            (family, {})
+            for family in ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "glm4_moe")
+        ),
+        # transformers needs the number in the others.
+        *((family, {"num_key_value_heads": None}) for family in ("llama", "qwen2", "qwen3")),
+    ],
+)
+def test_f_176_absent_and_null_entries_mean_what_transformers_takes_them_for(family, heads):
+    given = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 40, **heads}
+    given |= {"num_hidden_layers": 2, "num_attention_heads": 32, "sliding_window": None}
+    theirs = DecoderSpec.from_hf(AutoConfig.for_model(family, **given))
+    ours = DecoderSpec.from_hf({**given, "model_type": family})
+    assert ours == replace(theirs, extra=ours.extra)
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"model_type": "gpt2"}, "model_type='gpt2'"),
         ({"model_type": "llama", "hidden_size": 8}, "must have 'vocab_size'"),
         ({"hidden_dropout": 0.1}, "hidden_dropout"),
         ({"attention_dropout": 1.5}, "attention_dropout=1.5 must lie between 0 and 1"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"sliding_window": 128}, "sliding_window"),
         ({"num_experts": 8}, "num_experts"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
