@@ -35,21 +35,18 @@ def test_16_bit_values_are_squared_and_summed_in_float32():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_norm_around_zero_multiplies_by_one_plus_its_weight(dtype):
-    norm, x_TH = (
-        RMSNorm(16, eps=1e-3, zero_centered=True, dtype=dtype),
-        torch.randn(5, 16).to(dtype),
-    )
+    norm, x_TH = RMSNorm(16, eps=1e-3, zero_centered=True, dtype=dtype), torch.randn(99, 16)
+    x_TH = x_TH.to(dtype)
     assert_close(norm(x_TH), RMSNorm(16, eps=1e-3, dtype=dtype)(x_TH))
     with torch.no_grad():
-        norm.weight.uniform_(-1e-3, 1e-3)  # Half of them are lost where bfloat16 adds one.
+        norm.weight.uniform_(-0.1, 0.1)
     around_one = RMSNorm(16, eps=1e-3, dtype=torch.float64)
     around_one.weight = nn.Parameter(1 + norm.weight.double())
-    y_TH = norm(x_TH)
-    assert y_TH.dtype == dtype
-    wide = RMSNorm(16, eps=1e-3, zero_centered=True, dtype=dtype)
-    wide.weight = norm.weight
-    assert_close(wide(x_TH.double()), around_one(x_TH.double()), atol=1e-14, rtol=1e-14)
-    assert_close(y_TH, around_one(x_TH.double()).to(dtype))
+    y_TH, expected_TH = norm(x_TH), around_one(x_TH.double()).to(dtype)
+    assert_close(y_TH, expected_TH)
+    # A weight that was added to one in bfloat16 would change every third value.
+    if dtype == torch.bfloat16:
+        assert (y_TH == expected_TH).double().mean() > 0.98
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])

@@ -40,6 +40,16 @@ def test_files_and_models_of_transformers(tmp_path, options):
     check_whole_model(model, tmp_path)
 
 
+def test_our_names_are_those_of_llama_where_there_are_such():
+    rules = FAMILIES["gpt2"].layout({**SIZES, "n_layer": 1}).rules
+    block = [f"self_attn.{name}_proj" for name in "qkvo"] + ["mlp.up_proj", "mlp.down_proj"]
+    block += ["input_layernorm", "post_attention_layernorm"]
+    parts = [f"model.layers.0.{name}" for name in block] + ["model.norm"]
+    names = {f"{part}.{kind}" for part in parts for kind in ("weight", "bias")}
+    names |= {"model.embed_tokens.weight", "model.positions.weight"}
+    assert {name for rule in rules for name in rule.ours} == names
+
+
 def test_ours_compute_what_their_projections_do(tmp_path):
     """Columns of one matrix are the queries, keys and values; ours are as ``nn.Linear`` has."""
     model = saved_by_transformers("gpt2", SIZES, tmp_path)
@@ -57,6 +67,9 @@ def test_ours_compute_what_their_projections_do(tmp_path):
         torch.testing.assert_close(inner, theirs.mlp.c_fc(x))
         outer = torch.nn.functional.linear(inner, down.weight, down.bias)
         torch.testing.assert_close(outer, theirs.mlp.c_proj(inner))
+        last = layer.self_attn.o_proj
+        mixed = torch.nn.functional.linear(x, last.weight, last.bias)
+        torch.testing.assert_close(mixed, theirs.attn.c_proj(x))
     assert torch.equal(ours.model.positions.weight, model.transformer.wpe.weight)
 
 

@@ -229,7 +229,7 @@ def test_heads_that_do_not_divide_over_the_ranks_raise():
 @ranks(1, 2, timeout=300)
 def test_it_compiles_whole():
     tp = _tp()
-    layer = _attention(tp, num_kv_heads=1, sequence_parallel=tp.size > 1)
+    layer = _attention(tp, num_kv_heads=1, sequence_parallel=tp.size > 1, gated=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for inputs in CASES.values() if tp.size == 1 else [CASES["documents and a tail"]]:
         results = []
