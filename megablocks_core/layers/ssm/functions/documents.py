@@ -26,9 +26,3 @@ def document_of_token(cu_seqlens: Tensor, length: int) -> Tensor:
     """The number of each token's document, int64 [L]; tokens behind the last one have E."""
     index_L = torch.arange(length, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens.long(), index_L, right=True) - 1
-
-
-def place_in_document(cu_seqlens: Tensor, length: int) -> Tensor:
-    """How many tokens of its document stand before each token, int64 [L]."""
-    index_L = torch.arange(length, device=cu_seqlens.device)
-    return index_L - cu_seqlens.long()[document_of_token(cu_seqlens, length)]

@@ -158,21 +158,23 @@ def tied(message: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
     return _Tied.apply(message, *results)
 
 
-def check_cut(cut: SequenceCut | None, cu_seqlens: Tensor | None, *, tokens: int) -> bool:
-    """Whether there is a cut, which tells the documents in place of ``cu_seqlens``.
+def documents_of(
+    cut: SequenceCut | None, cu_seqlens: Tensor | None, *, tokens: int
+) -> Tensor | None:
+    """The sums of documents' lengths: those of the cut where there is one, else ``cu_seqlens``.
 
     Raises:
-        ValueError: It is none, does not give this rank so many ``tokens``, or both are given.
+        ValueError: The cut is none, does not give this rank so many ``tokens``, or both are given.
     """
     if cut is None:
-        return False
+        return cu_seqlens
     if not isinstance(cut, SequenceCut):
         raise ValueError(f"cut={cut!r} must be a SequenceCut")
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must not come with a cut, which knows the documents")
     if tokens != cut.local_length:
         raise ValueError(f"cut={cut} must give this rank {tokens} tokens, not {cut.local_length}")
-    return True
+    return cut.cu_seqlens
 
 
 def _parts(x: Tensor, cut: SequenceCut) -> list[Tensor]:
@@ -227,8 +229,6 @@ def _carries(
     own = [place for place in cut.order if place[0] == cut.group.rank]
     for rank, index in cut.order[: cut.order.index(own[-1]) + 1]:
         start, stop = cut.pieces_of(rank)[index]
-        if start == stop:
-            continue
         if cut.cu_seqlens is not None:
             state = _entering(state, cut.cu_seqlens, start, initial_state)
         if rank == cut.group.rank:

@@ -17,18 +17,10 @@ def real_tokens(
 
     Args:
         cu_seqlens: Sums of the documents' lengths [E+1].
-        cu_seqlens_padded: Where documents are stored [E+1].
+        cu_seqlens_padded: Where documents are stored [E+1], see ``check_padded``.
         length: L.
         cut: How the tokens are cut.
-
-    Raises:
-        ValueError: The two have not one shape.
     """
-    if cu_seqlens.shape != cu_seqlens_padded.shape:
-        raise ValueError(
-            f"cu_seqlens_padded of shape {tuple(cu_seqlens_padded.shape)} must be of cu_seqlens', "
-            f"{tuple(cu_seqlens.shape)}"
-        )
     stored = cu_seqlens_padded.long()
     document_L = document_of_token(stored, length)
     place_L = torch.arange(length, device=stored.device) - stored[document_L]

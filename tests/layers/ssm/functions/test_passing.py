@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from megablocks_core.groups import Mesh
-from megablocks_core.layers.ssm.functions.passing import check_cut, halo, over_cut
+from megablocks_core.layers.ssm.functions.passing import documents_of, halo, over_cut
 from megablocks_core.layers.ssm.functions.recurrences import (
     gated_delta_recurrence,
     selective_recurrence,
@@ -352,14 +352,17 @@ def test_wrong_tokens_are_refused():
 
 
 def test_documents_are_told_once():
-    assert not check_cut(None, None, tokens=8)
-    assert not check_cut(None, torch.tensor([0, 8]), tokens=8)
-    assert check_cut(SequenceCut(8), None, tokens=8)
+    sums = torch.tensor([0, 3, 8])
+    assert (
+        documents_of(None, None, tokens=8) is documents_of(SequenceCut(8), None, tokens=8) is None
+    )
+    assert documents_of(None, sums, tokens=8) is sums
+    assert documents_of(SequenceCut(8, cu_seqlens=sums), None, tokens=8) is sums
     with pytest.raises(ValueError, match="cu_seqlens must not come with a cut"):
-        check_cut(SequenceCut(8), torch.tensor([0, 8]), tokens=8)
+        documents_of(SequenceCut(8), torch.tensor([0, 8]), tokens=8)
 
 
 @pytest.mark.parametrize("cut", [SequenceCut(4), SequenceCut(16), "zigzag"])
 def test_a_cut_of_other_tokens_is_refused(cut):
     with pytest.raises(ValueError, match=r"^cut=.* must (give this rank 8 tokens|be a Seq)"):
-        check_cut(cut, None, tokens=8)
+        documents_of(cut, None, tokens=8)

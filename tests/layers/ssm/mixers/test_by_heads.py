@@ -17,6 +17,12 @@ def test_rows_are_those_of_own_heads_and_of_their_groups():
     assert torch.equal(rows_of_heads(rows, PARTS, LOCAL), rows)
 
 
+def test_ranks_of_one_group_are_neighbours():
+    rows, parts = torch.arange(8), (Part(4, 1), Part(2, 2))
+    four = [rows_of_heads(rows, parts, Group((0, 1, 2, 3), rank=rank)) for rank in range(4)]
+    assert [own.tolist() for own in four] == [[0, 4, 5], [1, 4, 5], [2, 6, 7], [3, 6, 7]]
+
+
 def test_gradients_of_shared_rows_are_parts_of_the_sum():
     taps = torch.ones(11, 2, requires_grad=True)
     for rank in range(2):

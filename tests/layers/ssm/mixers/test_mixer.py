@@ -154,8 +154,8 @@ def test_pads_lie_where_they_are_when_ranks_hold_slices_of_the_tokens():
     torch.manual_seed(0)
     mixer = build("Mamba2", tp=tp, sequence_parallel=True)
     x_TH = tokens(8, HIDDEN, dtype=torch.float32)
-    x_TH[[3, 6, 7]] = torch.inf
-    sums = {"cu_seqlens": torch.tensor([0, 3, 5]), "cu_seqlens_padded": torch.tensor([0, 4, 8])}
+    x_TH[[2, 3, 7]] = torch.inf
+    sums = {"cu_seqlens": torch.tensor([0, 2, 5]), "cu_seqlens_padded": torch.tensor([0, 4, 8])}
     own = slice(4 * tp.rank, 4 * tp.rank + 4)
     y_TH = mixer(x_TH[own], **sums)
     assert y_TH.isfinite().all()

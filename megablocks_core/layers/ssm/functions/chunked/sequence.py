@@ -21,7 +21,7 @@ from megablocks_core.layers.ssm.functions.chunked.layout import (
 )
 from megablocks_core.layers.ssm.functions.chunked.scan import recurrence_of, scan, state_map
 from megablocks_core.layers.ssm.functions.documents import check_documents
-from megablocks_core.layers.ssm.functions.passing import check_cut, over_cut
+from megablocks_core.layers.ssm.functions.passing import documents_of, over_cut
 from megablocks_core.parallel.checks import check_flags, check_whole
 from megablocks_core.parallel.sequence import SequenceCut
 
@@ -62,8 +62,7 @@ def over_sequence(
     rows, count = inputs[0].shape[:2]
     check_whole("chunk_size", chunk_size, least=1)
     check_flags(return_final_state=return_final_state)
-    cuts = check_cut(cut, cu_seqlens, tokens=count // steps)
-    sums = cut.cu_seqlens if cuts and cut is not None else cu_seqlens
+    sums = documents_of(cut, cu_seqlens, tokens=count // steps)
     states = rows if sums is None else len(sums) - 1
     check_shapes(initial_state=(initial_state, (states, *state_shape)))
     piece = _Piece(name, constants, state_shape, dtype, chunk_size, steps)

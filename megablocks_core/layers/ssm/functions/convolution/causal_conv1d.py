@@ -19,7 +19,7 @@ from megablocks_core.layers.ssm.functions.convolution.edges import (
     with_initial_states,
 )
 from megablocks_core.layers.ssm.functions.convolution.taps import convolve
-from megablocks_core.layers.ssm.functions.passing import check_cut, final_state, halo, tied
+from megablocks_core.layers.ssm.functions.passing import documents_of, final_state, halo, tied
 from megablocks_core.layers.ssm.functions.steps import wide
 from megablocks_core.parallel.checks import check_flags
 from megablocks_core.parallel.sequence import SequenceCut
@@ -71,10 +71,10 @@ def causal_conv1d(
     optional = {"bias": bias, "initial_state": initial_state}
     check_arguments(optional, cu_seqlens=cu_seqlens, x=x, weight=weight)
     _check_shapes(x, weight, bias)
-    if not check_cut(cut, cu_seqlens, tokens=x.shape[1]) or cut is None:
+    documents = documents_of(cut, cu_seqlens, tokens=x.shape[1])
+    if cut is None:
         # The compiler knows LOCAL by this file's name for it, and not as a default value.
         cut = SequenceCut(x.shape[1], cu_seqlens=cu_seqlens, group=LOCAL, device=x.device)
-    documents = cut.cu_seqlens
     _check_state(initial_state, x, weight, documents)
     state = None if initial_state is None else initial_state.to(x.dtype)
     before = halo(x, cut=cut, width=weight.shape[1] - 1)

@@ -17,7 +17,7 @@ from megablocks_core.layers.ssm.functions.arguments import (
     check_shapes,
 )
 from megablocks_core.layers.ssm.functions.documents import check_documents
-from megablocks_core.layers.ssm.functions.passing import check_cut, over_cut
+from megablocks_core.layers.ssm.functions.passing import documents_of, over_cut
 from megablocks_core.layers.ssm.functions.ssd.pieces import Piece, scan_piece, state_map
 from megablocks_core.parallel.checks import check_flags, check_whole
 from megablocks_core.parallel.sequence import SequenceCut
@@ -91,8 +91,7 @@ def ssd_chunk_scan(
     _check(x, dt, A, B, C, D)
     check_whole("chunk_size", chunk_size, least=1)
     check_flags(return_final_state=return_final_state)
-    cuts = check_cut(cut, cu_seqlens, tokens=x.shape[1])
-    sums = cut.cu_seqlens if cuts and cut is not None else cu_seqlens
+    sums = documents_of(cut, cu_seqlens, tokens=x.shape[1])
     _check_state(initial_state, x, B, sums)
     piece = Piece(A, D, chunk_size, initial_state, return_final_state)
     with torch.autocast(x.device.type, enabled=False):

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from megablocks_core.layers.ssm.functions.convolution import taps
-from megablocks_core.layers.ssm.functions.documents import place_in_document
+from megablocks_core.parallel import SequenceCut
 
 LENGTHS = [[15], [16], [17], [33], [16, 16], [15, 2, 16], [17, 20], [31, 1, 1, 1], [0]]
 
@@ -31,7 +31,8 @@ def test_blocks_are_put_together(monkeypatch, lengths, activation):
     monkeypatch.setattr(taps, "BLOCK", 0)  # the least: 16 tokens
     places = None
     if len(lengths) > 1:
-        places = place_in_document(torch.tensor([0, *lengths]).cumsum(0), sum(lengths))
+        sums = torch.tensor([0, *lengths]).cumsum(0)
+        places = SequenceCut(sum(lengths), cu_seqlens=sums).positions
     shapes = ((2, sum(lengths), 3), (2, 3, 3), (3, 4), (3,))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     ys = (

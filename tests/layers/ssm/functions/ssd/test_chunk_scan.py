@@ -332,6 +332,6 @@ def test_ranks_send_one_message_whose_size_is_not_that_of_the_sequence():
             y, _ = ssd_chunk_scan(*leaves[:5], cut=cut)
         with Traffic() as backward:
             y.sum().backward()
-        maps = 2 * (4 + 4 * 3 * 4)  # of two ranks: decays [H] and a state [H P N]
+        maps = 2 * (4 + 4 * 3 * 4 + 1)  # of two ranks: decays [H], a state [H P N], a digest
         assert forward.sizes == {"all_gather": [maps]}
         assert backward.sizes == {"reduce_scatter": [maps]}
