@@ -61,22 +61,30 @@ class Layout:
         ties: On-disk name of a tensor that is left out, and of the one that it equals.
         ignored: Names of tables that old files hold and nobody reads, "{}" for a number.
         in_memory: Rules of transformers' modules whose tensors are not those of the files.
+        beside: Rules of what files hold beside a language model, such as a vision tower. A model
+            without these tensors is filled all the same; files need them.
     """
 
     rules: tuple[Rule, ...]
     ties: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     in_memory: tuple[Rule, ...] = ()
+    beside: tuple[Rule, ...] = ()
+
+    @property
+    def all_rules(self) -> tuple[Rule, ...]:
+        """Of the language model and of what is beside it."""
+        return (*self.rules, *self.beside)
 
     @property
     def schema(self) -> Shapes:
         """On-disk name and whole shape of every tensor."""
-        return {name: shape for rule in self.rules for name, shape in rule.theirs.items()}
+        return {name: shape for rule in self.all_rules for name, shape in rule.theirs.items()}
 
     @property
     def order(self) -> list[str]:
         """The logical names, in the order in which files hold what is made of them."""
-        return [name for rule in self.rules for name in rule.ours]
+        return [name for rule in self.all_rules for name in rule.ours]
 
     @property
     def tied_parts(self) -> dict[str, str]:
@@ -86,8 +94,12 @@ class Layout:
 
     def ignores(self, name: str) -> bool:
         """Whether an on-disk tensor is one that nobody reads."""
+        return self._ignored.fullmatch(name) is not None
+
+    @cached_property
+    def _ignored(self) -> re.Pattern[str]:
         patterns = (re.escape(pattern).replace(r"\{\}", r"\d+") for pattern in self.ignored)
-        return any(re.fullmatch(pattern, name) for pattern in patterns)
+        return re.compile("|".join(patterns) or "(?!)")
 
     def named(self, names: Iterable[str]) -> Layout:
         """The layout as seen by a model with these logical tensors.
@@ -107,4 +119,7 @@ class Layout:
                 rules.append(rule)
             else:
                 rules += [Rule({name: shape}, (name,)) for name, shape in rule.theirs.items()]
-        return Layout(tuple(rules), self.ties, self.ignored, self.in_memory)
+        beside = self.beside
+        if not known.isdisjoint(name for rule in beside for name in rule.ours):
+            rules, beside = [*rules, *beside], ()
+        return Layout(tuple(rules), self.ties, self.ignored, self.in_memory, beside)
