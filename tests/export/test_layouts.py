@@ -117,7 +117,8 @@ def test_what_is_written_are_the_tensors_of_transformers_bit_for_bit(reference, 
         state = tiny(family).state_dict()
         assert opened.state_dict().keys() == state.keys()
         for name, tensor in opened.state_dict().items():
-            assert torch.equal(tensor, state[name]), name
+            # Some routers are float32 in transformers whatever a file holds.
+            assert torch.equal(tensor, state[name].to(tensor.dtype)), name
 
 
 @pytest.mark.parametrize(("family", "layout"), _cases(2))
