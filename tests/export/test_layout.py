@@ -55,6 +55,18 @@ def test_a_model_may_hold_in_one_tensor_what_files_hold_apart():
     assert fused.schema == layout.schema
 
 
+def test_a_model_may_lack_what_is_beside_a_language_model():
+    """Files need it all the same, and a model that has a part of it needs all."""
+    tower = (Rule({"tower.a": (2,)}, ("tower.a",)), Rule({"tower.b": (2,)}, ("tower.b",)))
+    layout = Layout((JOINED,), beside=tower)
+    assert list(layout.schema) == ["gate_up", "tower.a", "tower.b"]
+    assert layout.order == ["gate", "up", "tower.a", "tower.b"]
+    alone = layout.named(["gate", "up"])
+    assert (alone.rules, alone.beside, alone.schema) == ((JOINED,), tower, layout.schema)
+    part = layout.named(["gate", "up", "tower.b"])
+    assert (part.rules, part.beside) == ((JOINED, *tower), ())
+
+
 def test_tables_that_nobody_reads_are_known():
     layout = Layout((), ignored=("layers.{}.table",))
     assert layout.ignores("layers.12.table")

@@ -1,0 +1,101 @@
+"""Experts of whole models: who writes which, and what absent entries of their configs mean."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megablocks_core.auto import decoder_from_hf
+from megablocks_core.export import load_hf, save_hf
+from megablocks_core.groups import Mesh
+from megablocks_core.layers import Decoder
+from megablocks_core.testing import ranks
+from tests.export.family_checks import TOKENS, saved_by_transformers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {**SIZES, "num_local_experts": 4},
+    "olmoe": {**SIZES, "num_experts": 4},
+    "qwen3_moe": {**SIZES, "num_experts": 4, "moe_intermediate_size": 12},
+    "glm4_moe": {**SIZES, "n_routed_experts": 4, "moe_intermediate_size": 12},
+}
+WORDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+@pytest.mark.parametrize("family", MODELS)
+@ranks(2)
+def test_f_173_a_rank_of_ep_holds_and_writes_its_own_experts(tmp_path, family):
+    """E=4 at ep 2: the second rank has experts 2 and 3, each full of its number."""
+    folder = tmp_path / "weights"
+    if dist.get_rank() == 0:
+        saved_by_transformers(family, MODELS[family], folder)
+        tensors = load_file(folder / "model.safetensors")
+        for name, tensor in tensors.items():
+            if ".experts." in name:
+                tensor.fill_(_number(name))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    mesh, world = Mesh(ep=2), Mesh().group("dp")
+    decoder: Any = decoder_from_hf(folder, mesh=mesh)
+    experts = decoder.model.layers[1].mlp.experts
+    first = 2 * mesh.expert.group("ep").rank
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        stack = getattr(experts, name)
+        assert [one.unique().tolist() for one in stack.detach()] == [[first], [first + 1]]
+    save_hf(decoder, tmp_path / "out", group=world, like=folder)
+    dist.barrier()
+    expected = load_file(folder / "model.safetensors")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == expected.keys()
+    for name, tensor in written.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "expected"),
+    [
+        ("mixtral", None, True),  # Its configs do not have the entry.
+        *(("olmoe", given, bool(given)) for given in (None, False, True)),
+        *(("qwen3_moe", given, bool(given)) for given in (None, False, True)),
+        *(("glm4_moe", given, given is not False) for given in (None, False, True)),
+    ],
+)
+def test_f_176_weights_are_renormalised_as_the_family_has_it(tmp_path, family, given, expected):
+    """Logits are those of transformers, and others are not: with the entry, and without it."""
+    words = {} if given is None else {"norm_topk_prob": given}
+    model = saved_by_transformers(family, MODELS[family] | words, tmp_path)
+    if given is None:
+        _edit(tmp_path, remove="norm_topk_prob")
+    decoder = decoder_from_hf(tmp_path)
+    moe = decoder.spec.moe
+    assert moe is not None and moe.renormalize is expected
+    other = replace(decoder.spec, moe=replace(moe, renormalize=not expected))
+    wrong = Decoder(other, device="meta", dtype=torch.float32)
+    load_hf(wrong, tmp_path)
+    with torch.no_grad():
+        theirs = model(TOKENS).logits
+        errors = [(one(TOKENS).logits - theirs).norm() / theirs.norm() for one in (decoder, wrong)]
+    assert errors[0] <= 2e-6 < 1e-3 < errors[1]
+
+
+def _number(name: str) -> float:
+    return float(name.split(".experts.")[1].split(".")[0])
+
+
+def _edit(folder, *, remove):
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.pop(remove, None)
+    file.write_text(json.dumps(config))
