@@ -1,5 +1,6 @@
 """What holds for the files of any family, seen from tiny models that transformers saves."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def saved_by_transformers(family: str, options: dict[str, Any], folder: Path) ->
         nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return model
+
+
+def num_parameters(family: str, **sizes: Any) -> int:
+    """How many values the files of a model hold."""
+    schema = FAMILIES[family].layout(sizes).schema
+    return sum(math.prod(shape) for shape in schema.values())
 
 
 def check_files(model: Any, folder: Path) -> None:

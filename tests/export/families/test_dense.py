@@ -6,7 +6,12 @@ from safetensors.torch import load_file
 
 from megablocks_core.export.families import FAMILIES
 from megablocks_core.export.families.dense import DENSE_FAMILIES
-from tests.export.family_checks import check_files, check_whole_model, saved_by_transformers
+from tests.export.family_checks import (
+    check_files,
+    check_whole_model,
+    num_parameters,
+    saved_by_transformers,
+)
 
 SIZES = {
     "vocab_size": 11,
@@ -80,6 +85,51 @@ def test_f_176_absent_entries_mean_what_transformers_takes_them_for(family, tmp_
         model = transformers.AutoModelForCausalLM.from_config(full)
         folder = tmp_path / str(len(absent))
         assert FAMILIES[family].layout(given).schema == _written(model, folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "heads", "options", "count"),
+    [
+        # Vocabulary, width, inner width and layers.
+        ("llama", (128256, 4096, 14336, 32), (32, 8, 128), {}, 8_030_261_248),
+        ("mistral", (32000, 4096, 14336, 32), (32, 8, 128), {}, 7_241_732_096),
+        (
+            "qwen2",
+            (151936, 896, 4864, 24),
+            (14, 2, 64),
+            {"tie_word_embeddings": True},
+            494_032_768,
+        ),
+        (
+            "qwen3",
+            (151936, 1024, 3072, 28),
+            (16, 8, 128),
+            {"tie_word_embeddings": True},
+            596_049_920,
+        ),
+        (
+            "mixtral",
+            (32000, 4096, 14336, 32),
+            (32, 8, 128),
+            {"num_local_experts": 8},
+            46_702_792_704,
+        ),
+        (
+            "qwen3_moe",
+            (151936, 2048, 6144, 48),
+            (32, 4, 128),
+            {"num_experts": 128, "moe_intermediate_size": 768},
+            30_532_122_624,
+        ),
+        ("olmoe", (50304, 2048, 1024, 16), (16, 16, 128), {"num_experts": 64}, 6_919_161_856),
+    ],
+)
+def test_published_models_have_as_many_parameters_as_was_published(
+    family, sizes, heads, options, count
+):
+    """Llama 3.1 8B, Mistral 7B, Qwen2.5 0.5B, Qwen3 0.6B, Mixtral 8x7B, Qwen3 30B-A3B, OLMoE."""
+    config = dict(zip(SIZES, (*sizes, *heads), strict=False))
+    assert num_parameters(family, **config, **options) == count
 
 
 def test_sizes_that_are_missing_are_named():

@@ -15,6 +15,7 @@ from tests.export.family_checks import (
     TOKENS,
     check_files,
     check_whole_model,
+    num_parameters,
     saved_by_transformers,
 )
 from tests.export.logical_model import written
@@ -67,6 +68,11 @@ def test_files_and_models_of_transformers(tmp_path, family, options):
     model = saved_by_transformers(family, {**SIZES, **options}, tmp_path)
     check_files(model, tmp_path)
     check_whole_model(model, tmp_path)
+
+
+def test_qwen3_next_has_eighty_billion_parameters():
+    sizes = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48}
+    assert num_parameters("qwen3_next", **sizes) == 79_674_391_296
 
 
 def test_each_fourth_layer_attends_where_nothing_is_said():

@@ -7,7 +7,12 @@ import torch
 import transformers
 
 from megablocks_core.export.families import FAMILIES
-from tests.export.family_checks import check_files, check_whole_model, saved_by_transformers
+from tests.export.family_checks import (
+    check_files,
+    check_whole_model,
+    num_parameters,
+    saved_by_transformers,
+)
 from tests.export.logical_model import assert_round_trip
 
 SIZES: dict[str, Any] = {
@@ -31,6 +36,12 @@ def test_files_and_models_of_transformers(tmp_path, options):
     model = saved_by_transformers("gemma3_text", {**SIZES, **options}, tmp_path)
     check_files(model, tmp_path)
     check_whole_model(model, tmp_path)
+
+
+def test_gemma_3_1b_has_as_many_parameters_as_was_published():
+    sizes = {"vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912, "head_dim": 256}
+    sizes |= {"num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1}
+    assert num_parameters("gemma3_text", **sizes) == 999_885_952
 
 
 def test_absent_entries_mean_what_transformers_takes_them_for():

@@ -13,6 +13,7 @@ from tests.export.family_checks import (
     TOKENS,
     check_files,
     check_whole_model,
+    num_parameters,
     saved_by_transformers,
 )
 from tests.export.logical_model import loaded, written
@@ -38,6 +39,11 @@ def test_files_and_models_of_transformers(tmp_path, options):
     model = saved_by_transformers("gpt2", {**SIZES, **options}, tmp_path)
     check_files(model, tmp_path)
     check_whole_model(model, tmp_path)
+
+
+def test_gpt2_has_as_many_parameters_as_was_published():
+    sizes = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12}
+    assert num_parameters("gpt2", **sizes) == 124_439_808
 
 
 def test_our_names_are_those_of_llama_where_there_are_such():

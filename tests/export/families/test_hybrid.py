@@ -12,6 +12,7 @@ from tests.export.family_checks import (
     check_decoder,
     check_files,
     check_whole_model,
+    num_parameters,
     saved_by_transformers,
 )
 
@@ -160,6 +161,11 @@ def test_f_176_absent_entries_mean_what_transformers_takes_them_for(family, opti
     layout = FAMILIES[family].layout(given).named(shapes)
     ours = {name: shape for rule in layout.rules for name, shape in rule.shapes.items()}
     assert ours == {name: shape for name, shape in shapes.items() if name not in layout.ties}
+
+
+def test_mamba_130m_has_as_many_parameters_as_was_published():
+    sizes = {"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 24}
+    assert num_parameters("mamba", **sizes) == 129_135_360
 
 
 def test_every_family_has_a_case():
