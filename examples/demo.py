@@ -5,8 +5,9 @@
 
 Two ranks train a mixture of experts, tensor- and expert-parallel, and are killed with SIGKILL; two
 data-parallel ranks, each with all experts and half of the optimizer's state, go on from the last
-checkpoint; the model is exported to Hugging Face's format, compared with transformers where that
-is installed, and writes a few lines; a report tells the rest. Other options are those of
+checkpoint; the last one becomes a folder in Hugging Face's format, which is opened again, here and
+in transformers where that is installed, and compared; the model writes a few lines; a report tells
+the rest. Other options are those of
 pretrain_MODEL.py, which trains; the results lie in out/demo.
 """
 
@@ -25,8 +26,9 @@ from pathlib import Path
 
 import torch
 
-from megablocks_core import data
+from megablocks_core import ckpt, data
 from megablocks_core.auto import decoder_from_hf
+from megablocks_core.export.differing import diff
 from megablocks_core.layers import Decoder
 from megablocks_core.train import add_to_summary, read_run
 from megablocks_core.train.report import write_report
@@ -75,12 +77,15 @@ def play(options: argparse.Namespace, others: list[str]) -> None:
     alone = out / "one-process"
     train(1, alone, "--stop-after", str(compared), *others)
 
+    title("The last checkpoint as a Hugging Face folder, opened again")
+    distances = reopened(out)
+
     title("Report")
     pairs = zip(read_run(out).lines, read_run(alone).lines, strict=False)
     distance = max(abs(line.values["loss"] - other.values["loss"]) for line, other in pairs)
     found = {f"loss, two ranks and one process, first {compared} steps, float32": distance}
-    found |= distance_to_transformers(out / "hf")
-    sample = write_on(decoder_from_hf(out / "hf"), "def ", length=300)
+    found |= distances
+    sample = write_on(decoder_from_hf(out / "exported"), "def ", length=300)
     add_to_summary(out, {"layout_distance": found, "sample": sample})
     for what, value in found.items():
         print(f"largest difference of {what}: {value:.1e}")
@@ -135,17 +140,40 @@ def lines_written(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@torch.no_grad()
-def distance_to_transformers(folder: Path) -> dict[str, float]:
-    """Largest difference of the exported model's logits in transformers and here."""
-    if importlib.util.find_spec("transformers") is None:
-        return {}
-    from transformers import AutoModelForCausalLM
+def reopened(out: Path) -> dict[str, float]:
+    """Export the last checkpoint; largest differences of logits between it and the folder.
 
+    The folder must hold what the run wrote itself of the model that it had in memory.
+    """
+    checkpoint, folder = ckpt.latest(out / "checkpoints"), out / "exported"
+    assert checkpoint is not None  # the run came to its end
+    for arguments in (["hf", checkpoint, folder], ["verify", "--values", folder]):
+        command = [sys.executable, "-m", "megablocks_core.auto.command", *map(str, arguments)]
+        subprocess.run(command, check=True)
+    if lines := list(diff(out / "hf", folder)):
+        sys.exit("\n".join([f"{folder} differs from {out / 'hf'}:", *lines]))
+    print("holds what the run wrote of the model in its memory")
+    model = decoder_from_hf(folder)
+    saved = Decoder(model.spec, dtype=model.lm_head.weight.dtype)
+    ckpt.load(checkpoint, {"model": saved}, strict=False)  # its optimizer is of no use here
+    return distances_of_logits(model, saved, folder)
+
+
+@torch.no_grad()
+def distances_of_logits(model: Decoder, saved: Decoder, folder: Path) -> dict[str, float]:
+    """Largest differences of an exported model's logits from those before, and elsewhere."""
     tokens = torch.arange(64).view(1, -1) + 32
-    theirs = AutoModelForCausalLM.from_pretrained(folder)(input_ids=tokens).logits
-    ours = decoder_from_hf(folder)(tokens).logits
-    return {"exported logits here and in transformers": float((ours - theirs).abs().max())}
+    logits = model(tokens).logits
+    others = {"of the checkpoint and of the exported folder": saved(tokens).logits}
+    if importlib.util.find_spec("transformers") is not None:
+        from transformers import AutoModelForCausalLM
+
+        theirs = AutoModelForCausalLM.from_pretrained(folder)(input_ids=tokens).logits
+        others["of the exported folder here and in transformers"] = theirs
+    return {
+        f"logits, those {which}": float((logits - other).abs().max())
+        for which, other in others.items()
+    }
 
 
 @torch.no_grad()

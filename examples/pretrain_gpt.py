@@ -300,7 +300,8 @@ def save(folder: Path, state: dict[str, Any], *, group: Group) -> None:
     """Write a checkpoint; a damaged one of this name, which the run passed over, moves aside."""
     if group.rank == 0 and folder.exists():
         folder.rename(folder.with_name(f".{folder.name}.damaged.{time.time_ns()}"))
-    ckpt.save(folder, state, group=group)
+    config = state["model"].spec.to_hf()  # with which megablocks-export makes a folder of it
+    ckpt.save(folder, state, group=group, files={"config.json": config})
 
 
 def backward(

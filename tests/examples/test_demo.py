@@ -64,7 +64,10 @@ def test_it_tells_what_it_does_and_finds(done):
         "Going on from the last checkpoint: data-parallel ranks 2, ZeRO stage 1",
         "One process, 12 steps",
         "loss, two ranks and one process, first 12 steps, float32",
-        "exported logits here and in transformers",
+        f"{folder / 'demo' / 'exported'}: whole",
+        "holds what the run wrote of the model in its memory",
+        "logits, those of the checkpoint and of the exported folder: 0.0e+00",
+        "logits, those of the exported folder here and in transformers",
         f"{folder / 'demo' / 'report.html'}, ",
     ):
         assert words in printed
@@ -93,7 +96,7 @@ def test_the_report_has_every_hard_metric_or_says_why_not(done):
     assert report["interruptions"] == 1 and report["errors"] == 0
     assert report["recovery_seconds"] > 0
     distances = report["layout_distance"]
-    assert len(distances) == 2 and max(distances.values()) < 1e-5
+    assert len(distances) == 3 and max(distances.values()) < 1e-5
 
 
 def test_the_page_shows_the_picture_and_the_sample(done):
@@ -105,8 +108,9 @@ def test_the_page_shows_the_picture_and_the_sample(done):
 
 
 def test_transformers_opens_the_model(done):
-    model = AutoModelForCausalLM.from_pretrained(done[0] / "demo" / "hf")
-    assert model(input_ids=torch.tensor([[100, 101, 102]])).logits.shape == (1, 3, 257)
+    for folder in ("hf", "exported"):
+        model = AutoModelForCausalLM.from_pretrained(done[0] / "demo" / folder)
+        assert model(input_ids=torch.tensor([[100, 101, 102]])).logits.shape == (1, 3, 257)
 
 
 def test_a_folder_with_a_run_is_refused(done, run):
