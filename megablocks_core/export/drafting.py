@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megablocks_core.export.dtypes import Dtypes, dtype_of
 from megablocks_core.export.joining import Joiner
 from megablocks_core.export.layout import Layout, Shapes
 from megablocks_core.export.source import INDEX, SINGLE
@@ -36,7 +37,7 @@ _COMPANIONS = (
 )
 
 
-def planned(wholes: list[Whole], layout: Layout, dtype: torch.dtype | None) -> list[Whole]:
+def planned(wholes: list[Whole], layout: Layout, dtypes: Dtypes) -> list[Whole]:
     """The tensors of the files, in the order in which the last of ours for each come.
 
     Raises:
@@ -56,15 +57,11 @@ def planned(wholes: list[Whole], layout: Layout, dtype: torch.dtype | None) -> l
     check_schema(whole_shapes | shapes, layout.schema)
     last = {id(owners[whole.name]): whole for whole in wholes}
     return [
-        Whole(name, shape, _cast_to(whole.dtype, dtype))
+        Whole(name, shape, dtype_of(name, whole.dtype, dtypes))
         for whole in wholes
         if last[id(rule := owners[whole.name])] is whole
         for name, shape in rule.theirs.items()
     ]
-
-
-def _cast_to(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and own.is_floating_point else own
 
 
 def name_dtype(config: dict[str, Any], wholes: list[Whole]) -> None:

@@ -17,7 +17,8 @@ from megablocks_core.files.safetensors import (
 from megablocks_core.groups import Whole
 
 
-def test_safetensors_reads_every_dtype(tmp_path):
+@pytest.mark.parametrize("backwards", [False, True])
+def test_safetensors_reads_every_dtype(backwards, tmp_path):
     tensors = {
         str(dtype): torch.arange(1, 4).to(dtype)
         for dtype in sorted(DTYPE_CODES, key=lambda dtype: -dtype.itemsize)
@@ -25,10 +26,12 @@ def test_safetensors_reads_every_dtype(tmp_path):
     tensors["scalar"] = torch.tensor(True)
     tensors["empty"] = torch.empty(0, 3, dtype=torch.uint8)
     wholes = [Whole(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    wholes, names = (wholes[::-1], [*tensors][::-1]) if backwards else (wholes, [*tensors])
     writer = SafetensorsWriter(tmp_path / "f", wholes, metadata={"format": "pt"})
-    planned = layout(wholes, {"format": "pt"})
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
+    widest_first = sorted(wholes, key=lambda whole: -whole.dtype.itemsize)
+    planned = layout(widest_first, {"format": "pt"})
+    for name in names:
+        writer.add(name, tensors[name])
     writer.finish()
 
     data = (tmp_path / "f").read_bytes()
