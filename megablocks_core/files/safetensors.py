@@ -150,7 +150,8 @@ class SafetensorsWriter:
 
     Args:
         path: The file, which must not exist.
-        wholes: Its tensors, in order, widest dtype first.
+        wholes: Its tensors, in the order in which they come. In the file wider ones lie before
+            others, so that all are aligned.
         metadata: Strings for the header.
     """
 
@@ -158,9 +159,11 @@ class SafetensorsWriter:
         self, path: Path, wholes: Sequence[Whole], *, metadata: dict[str, str] | None = None
     ) -> None:
         self._waiting = list(wholes)[::-1]
+        widest_first = sorted(wholes, key=lambda whole: -whole.dtype.itemsize)
+        header, self._offsets, _ = layout(widest_first, metadata)
         self._offset = self._left = 0
         self._file = disk.create(path)
-        self._write(memoryview(layout(wholes, metadata).header))
+        self._write(memoryview(header))
         self._begin()
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -194,7 +197,9 @@ class SafetensorsWriter:
             self._file = -1
 
     def _begin(self) -> None:
-        self._left = self._waiting[-1].nbytes if self._waiting else 0
+        if self._waiting:
+            self._left = self._waiting[-1].nbytes
+            self._offset = self._offsets[self._waiting[-1].name]
 
     def _write(self, data: memoryview) -> None:
         disk.write(self._file, [data], self._offset)
