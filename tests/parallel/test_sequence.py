@@ -158,7 +158,7 @@ def test_labels_and_rows_are_cut_alike():
 
 
 @given(_cuts(), _cuts())
-@example(("contiguous", 1, [4, 5, 7], 0), ("contiguous", 1, [7, 0, 9], 0))
+@example(("contiguous", 1, [4, 5, 7], 0), ("contiguous", 1, [5, 3, 8], 0))
 @example(("contiguous", 1, [5], 0), ("contiguous", 1, [5, 0], 0))
 def test_digests_tell_cuts_apart(one, other):
     plans = [(kind, sum(lengths) + behind, lengths) for kind, _, lengths, behind in (one, other)]

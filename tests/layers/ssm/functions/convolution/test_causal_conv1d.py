@@ -276,3 +276,13 @@ def _check_one_graph(cuts, with_state):
         for ours, right in zip(*results, strict=True):
             assert_close(ours, right, rtol=0, atol=1e-12)
     assert counter.frame_count <= 3
+
+
+@ranks(4)
+def test_ranks_without_tokens_take_part_in_backward():
+    cut = SequenceCut(2, group=Mesh(cp=4).group("cp"))
+    x = torch.ones(1, cut.local_length, 1, requires_grad=True)
+    for keep in (False, True):
+        y, _ = causal_conv1d(x, torch.ones(1, 3), cut=cut, return_final_state=keep)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        assert gradient.flatten().tolist() == [[2.0], [1.0], [], []][cut.group.rank]
