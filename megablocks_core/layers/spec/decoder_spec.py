@@ -29,7 +29,6 @@ from megablocks_core.layers.spec.families import (
     OWN_DROPOUTS,
     OWN_OPTIONS,
     PREDICTORS,
-    REQUIRED,
     SIZES,
     TURNED,
     WITHOUT_LAST_BIAS,
@@ -214,7 +213,8 @@ class DecoderSpec:
             share = share_of(self.rotary_dim or self.head_dim, self.head_dim)
             config["partial_rotary_factor"] = share
         if self.family in WITHOUT_LAST_BIAS:
-            config["attention_bias"] = bool(self.attention_bias)
+            del config["attention_bias"]
+            config[WITHOUT_LAST_BIAS[self.family]] = bool(self.attention_bias)
         if self.family in PREDICTORS:
             config[PREDICTORS[self.family]] = 0
         if self.family == "mistral":
@@ -247,23 +247,24 @@ class DecoderSpec:
 def _read_plain(family: str, entries: Entries) -> dict[str, Any]:
     """The fields of a model whose every block is attention and a feed-forward layer."""
     values: dict[str, Any] = {"family": family, **FAMILIES[family]}
+    fixed = FAMILIES[family].keys() | ({"attention_bias"} if family in WITHOUT_LAST_BIAS else set())
     _fill_in(family, entries)
     for key, name in SIZES.items():
         values[name] = entries.need(key)
     for key, name in OPTIONS.items():
-        if key in entries and name not in FAMILIES[family]:
+        if key in entries and name not in fixed:
             values[name] = entries.take(key)
     for key, name in OWN_OPTIONS.get(family, {}).items():
         values[name] = entries.take(key)
-    if family in WITHOUT_LAST_BIAS and values.get("attention_bias"):
-        values["attention_bias"] = "qkv"
+    if family in WITHOUT_LAST_BIAS:
+        values["attention_bias"] = "qkv" if entries.take(WITHOUT_LAST_BIAS[family]) else False
     values |= _turns(entries, family, values["head_dim"])
     entries.take(PREDICTORS.get(family, ""))
     refuse_windows(entries, family, values["num_layers"])
     values["moe"] = read_moe(entries, family, values["ffn_size"])
     kept = (*KEPT, *KEPT_OF_EXPERTS) if family in ENTRIES else KEPT
     values["extra"] = {key: entries.take(key) for key in kept if key in entries}
-    entries.finish(REQUIRED.get(family))
+    entries.finish()
     return values
 
 

@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qk_norm": False, "attention_bias": "qkv", "mlp_bias": False},
     "qwen3": {"qk_norm": True, "mlp_bias": False},
     "mixtral": {"qk_norm": False, "attention_bias": False, "mlp_bias": False},
-    "qwen2_moe": {"qk_norm": False, "attention_bias": "qkv", "mlp_bias": False},
+    "qwen2_moe": {"qk_norm": False, "mlp_bias": False},
     "qwen3_moe": {"qk_norm": True, "mlp_bias": False},
     "olmoe": {"qk_norm": "projection", "mlp_bias": False},
     "glm4_moe": {"mlp_bias": False},
@@ -41,8 +41,9 @@ OWN_OPTIONS: dict[str, dict[str, str]] = {
     "olmoe": {"clip_qkv": "clip_qkv"},
     "glm4_moe": {"use_qk_norm": "qk_norm"},
 }
-# What is a bias of all projections elsewhere has none of the last in these.
-WITHOUT_LAST_BIAS = ("glm4_moe",)
+# The entry that says whether all projections but the last have biases, in families without a
+# bias of the last.
+WITHOUT_LAST_BIAS = {"glm4_moe": "attention_bias", "qwen2_moe": "qkv_bias"}
 # The share of a head's features that positions turn, where a config may name another.
 TURNED = {"glm4_moe": 0.5}
 # How many layers predict later tokens behind the last: a Decoder has none, and none is written.
@@ -53,13 +54,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32},
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "qwen2_moe": {"num_key_value_heads": 16},
+    "qwen2_moe": {"num_key_value_heads": 16, "qkv_bias": True},
     "qwen3_moe": {"num_key_value_heads": 4},
     "olmoe": {"rms_norm_eps": 1e-5},
     "glm4_moe": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "use_qk_norm": False},
 }
-# What an entry must be where it is there: nothing else is built.
-REQUIRED: dict[str, dict[str, Any]] = {"qwen2_moe": {"qkv_bias": True}}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

@@ -73,6 +73,13 @@ CONFIGS = [
         num_nextn_predict_layers=0,
         partial_rotary_factor=0.25,
     ),
+    Qwen2MoeConfig(
+        **SIZES,
+        num_experts=8,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=24,
+        qkv_bias=False,
+    ),
 ]
 
 
@@ -94,6 +101,7 @@ def test_every_field_comes_from_the_config():
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (4, 2, 24)
     assert (spec.activation, spec.attention_bias, spec.qk_norm) == ("gelu", True, True)
     assert DecoderSpec.from_hf(CONFIGS[3]).attention_bias == "qkv"
+    assert DecoderSpec.from_hf(CONFIGS[-1]).attention_bias is False
     llama = DecoderSpec.from_hf(CONFIGS[1])
     assert llama.tied and llama.rope_base == 5e5 and llama.rope_scaling == LLAMA3
 
@@ -155,7 +163,7 @@ def test_f_176_absent_and_null_entries_mean_what_transformers_takes_them_for(fam
         ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "top_k=2 must not be above"),
         ({"model_type": "olmoe"}, "must have 'num_experts'"),
-        ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias=False must be True"),
+        ({"model_type": "qwen2_moe", "attention_bias": True}, "attention_bias"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 0}, "shared_ffn_size=0"),
         ({"qkv_bias": True}, "qkv_bias"),
@@ -254,7 +262,7 @@ def _llama(**entries):
 
 
 def test_every_field_of_experts_comes_from_the_config():
-    mixtral, qwen3_moe, olmoe, qwen2_moe, glm4_moe = map(DecoderSpec.from_hf, CONFIGS[5:])
+    mixtral, qwen3_moe, olmoe, qwen2_moe, glm4_moe = map(DecoderSpec.from_hf, CONFIGS[5:10])
     assert mixtral.moe == MoESpec(4, 3, 48)
     assert mixtral.extra["router_aux_loss_coef"] == 0.5 and mixtral.rope_base == 1e6
     assert qwen3_moe.moe == MoESpec(8, 3, 20, sparse_step=2, dense_layers=(1,))
