@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -22,9 +23,10 @@ def save_adapted_hf(
     *,
     adapters: str | os.PathLike[str] | None = None,
     group: Group = LOCAL,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["like"] | None = None,
     like: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 5 * 2**30,
+    vocab_size: int | None = None,
 ) -> None:
     """Write a model with adapters, from any layout, as folders that transformers and peft open.
 
@@ -41,6 +43,7 @@ def save_adapted_hf(
         dtype: As ``save_hf`` has it. Adapters keep theirs.
         like: As ``save_hf`` has it.
         max_file_bytes: As ``save_hf`` has it.
+        vocab_size: As ``save_hf`` has it.
 
     Raises:
         ValueError: The model has no adapters, some are merged and some are not, an adapter cannot

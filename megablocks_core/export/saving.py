@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from megablocks_core.export.drafting import HfDraft, name_dtype, planned
-from megablocks_core.export.loading import parts_of
+from megablocks_core.export.dtypes import check_range, chosen
 from megablocks_core.export.quantised import plain
 from megablocks_core.export.verifying import layout_of
+from megablocks_core.export.vocabulary import padded, part_shapes, with_vocabulary
 from megablocks_core.files import read_json
 from megablocks_core.groups import LOCAL, Collection, Group, Held, logical_tensors, together
 
@@ -23,9 +24,10 @@ def save_hf(
     path: str | os.PathLike[str],
     *,
     group: Group = LOCAL,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["like"] | None = None,
     like: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 5 * 2**30,
+    vocab_size: int | None = None,
 ) -> None:
     """Write ``model``, from any layout, as a folder that transformers opens.
 
@@ -36,14 +38,18 @@ def save_hf(
         model: A model of a family in ``families.FAMILIES``.
         path: The folder: new, or empty.
         group: All ranks that hold a part of the model.
-        dtype: Of all floating-point tensors; default each tensor's own.
+        dtype: Of all floating-point tensors; "like": each has the one that it has in the folder
+            ``like``. Default each tensor's own.
         like: A folder whose ``config.json`` is taken, and whose tokenizer files are copied.
             Without it the config is ``model.spec.to_hf()`` or that of a transformers model.
         max_file_bytes: A file is closed before it grows beyond this.
+        vocab_size: How many rows of a padded vocabulary are written; the config says it. Default
+            all, which then must be as many as the config says.
 
     Raises:
         ValueError: ``path`` is not empty, the family is unknown, tensors are not those that
-            the config describes, or a value does not fit ``dtype``.
+            the config describes, or values do not fit ``dtype``: some become infinite, or all of
+            a tensor zero.
         RuntimeError: Another rank failed.
         OSError: The disk is full, or another fault of the file system.
     """
@@ -51,18 +57,20 @@ def save_hf(
     task = f"save_hf({str(target)!r})"
     with together(task, group=group):
         config = _config(model, like)
+        if vocab_size is not None:
+            config = with_vocabulary(config, vocab_size)
         held = [
             Held(name, tensor, specs)
             for name, tensor, specs in logical_tensors(model, remove_duplicate=True, unstack=True)
         ]
-        names = [
-            part
-            for name, tensor, specs in logical_tensors(model, remove_duplicate=True)
-            for part in parts_of(name, tensor, specs)
-        ]
-        layout = layout_of(config).named(names)
+        shapes = part_shapes(model)
+        layout = layout_of(config).named(shapes)
+        if vocab_size is not None:
+            layout = padded(layout, config, shapes)
+        dtypes = chosen(dtype, like)
+    check_range(held, layout, dtypes, group=group)
     collection = Collection(held, group=group, task=task, raises=RuntimeError, order=layout.order)
-    wholes = planned(collection.wholes, layout, dtype)
+    wholes = planned(collection.wholes, layout, dtypes)
     name_dtype(config, wholes)
     draft = HfDraft(target, wholes, layout, max_file_bytes)
     try:

@@ -6,11 +6,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from megablocks_core.export.families import family_of
 from megablocks_core.export.layout import Layout, Rule
 from megablocks_core.export.operations import Resize, Shape
+from megablocks_core.groups import logical_shape, logical_tensors
+from megablocks_core.groups.stacks import separate_names
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def part_shapes(model: nn.Module) -> dict[str, Shape]:
+    """The whole shape of what files hold under each logical name of a model."""
+    shapes: dict[str, Shape] = {}
+    for name, tensor, specs in logical_tensors(model, remove_duplicate=True):
+        shape = logical_shape(tensor, specs)
+        if specs.each is None:
+            shapes[name] = shape
+        else:
+            shapes |= dict.fromkeys(separate_names(name, specs.each, shape[0]), shape[1:])
+    return shapes
 
 
 def padded(layout: Layout, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Layout:

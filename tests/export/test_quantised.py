@@ -247,6 +247,7 @@ def test_an_mxfp4_folder_gives_what_transformers_makes_of_it(tmp_path):
     model = tiny_gpt_oss()
     model.save_pretrained(tmp_path)
     quantise_mxfp4(tmp_path)
+    verify(tmp_path)
     load_hf(model, tmp_path)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path,
@@ -256,3 +257,44 @@ def test_an_mxfp4_folder_gives_what_transformers_makes_of_it(tmp_path):
     for name, tensor in reference.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert torch.equal(model(TOKENS).logits, reference(TOKENS).logits)
+    save_hf(model, tmp_path / "out", like=tmp_path)
+    verify(tmp_path / "out")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(plain(TOKENS).logits, reference(TOKENS).logits)
+
+
+def test_fp8_experts_one_by_one_fill_a_stack(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        vocab_size=10,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+    )
+    model = transformers.DeepseekV3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    quantise_fp8(tmp_path)
+    verify(tmp_path)
+    load_hf(model, tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        dtype=torch.bfloat16,
+        quantization_config=transformers.FineGrainedFP8Config(
+            dequantize=True, weight_block_size=(8, 8)
+        ),
+    )
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name].to(tensor.dtype), tensor), name

@@ -55,7 +55,7 @@ def test_dtypes(tmp_path):
     assert_same(written, tiny_model(dtype=torch.bfloat16))
     with torch.no_grad():
         decoder.get_parameter("model.norm.weight")[0] = 1e6
-    with pytest.raises(ValueError, match="dtype=torch.float16 must hold the values of model.norm"):
+    with pytest.raises(ValueError, match="infinite in model.norm.weight as torch.float16"):
         save_hf(decoder, tmp_path / "half", dtype=torch.float16)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
@@ -93,10 +93,10 @@ def test_what_the_config_does_not_describe_is_not_written(tmp_path):
         "model.layers.1.mlp.up_proj.weight has shape (24, 16), described as (28, 16)",
     ):
         assert part in str(caught.value)
-    with pytest.raises(ValueError, match="model_type='gpt2' must be one of llama"):
+    with pytest.raises(ValueError, match="model_type='opt' must be one of llama"):
         config = json.loads((tmp_path / "other" / "config.json").read_text())
         (tmp_path / "other" / "config.json").write_text(
-            json.dumps({**config, "model_type": "gpt2"})
+            json.dumps({**config, "model_type": "opt"})
         )
         save_hf(tiny_model(), tmp_path / "out", like=tmp_path / "other")
     with pytest.raises(ValueError, match="the model has no spec or config"):
