@@ -99,8 +99,9 @@ def test_on_part_serves_a_single_norm_of_another_library():
     assert_close(norm.weight.grad, torch.full((8,), 2.0))
 
 
-def test_norms_compile():
-    norm = _filled(RMSNorm(8))
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_compile(zero_centered):
+    norm = _filled(RMSNorm(8, zero_centered=zero_centered))
     x_TH = torch.randn(3, 8)
     assert_close(torch.compile(norm, fullgraph=True, backend="aot_eager")(x_TH), norm(x_TH))
 
