@@ -59,9 +59,16 @@ def test_every_family_has_a_case():
     assert {family for family, _ in CASES} | {"llama4"} == FUSED_FAMILIES.keys()
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "llama4"])
-def test_f_176_absent_entries_mean_what_transformers_takes_them_for(family):
-    config = {"text_config": SIZES} if family == "llama4" else SIZES
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("gpt_oss", SIZES),
+        ("llama4_text", SIZES),
+        ("llama4_text", {**SIZES, "interleave_moe_layer_step": 2}),
+        ("llama4", {"text_config": SIZES}),
+    ],
+)
+def test_f_176_absent_entries_mean_what_transformers_takes_them_for(family, config):
     full = transformers.AutoConfig.for_model(family, **config)
     with torch.device("meta"):
         model: Any = getattr(transformers, FAMILIES[family].architecture)(full)
