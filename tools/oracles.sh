@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Builds the pinned environment of one oracle under .oracles/NAME, this package in it.
-# Usage: tools/oracles.sh transformers|megatron|mamba|modelopt|transformer-engine|streaming
+# Usage: tools/oracles.sh transformers|megatron|mamba|modelopt|transformer-engine|streaming|serving
 # The last line of its output is that environment's python; everything else goes to stderr.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 name=${1-}
 case $name in
-transformers | megatron | mamba | modelopt | transformer-engine | streaming) ;;
+transformers | megatron | mamba | modelopt | transformer-engine | streaming | serving) ;;
 *)
-    names="transformers, megatron, mamba, modelopt, transformer-engine or streaming"
+    names="transformers, megatron, mamba, modelopt, transformer-engine, streaming or serving"
     echo "NAME=$name must be $names" >&2
     exit 2
     ;;
@@ -68,6 +68,12 @@ build() {
         install boto3==1.44.8 brotli==1.2.1 catalogue==2.0.10 lightning-utilities==0.15.3 \
             pillow==13.0.0 python-snappy==0.7.3 requests==2.34.2 tqdm==4.70.1 zstd==1.5.7.2
         install --no-deps mosaicml-streaming==0.13.0 litdata==0.2.76
+        ;;
+    serving)  # read as text, to see that they know the names that are written; nothing is built
+        install setuptools setuptools-rust setuptools-scm packaging jinja2 cmake ninja
+        "$python" -m pip download -q --no-deps -d "$env/serving" sglang==0.5.23
+        VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.34.0 "$python" -m pip download -q \
+            --no-deps --no-build-isolation --no-binary vllm -d "$env/serving" vllm==0.34.0
         ;;
     esac
     touch "$env/.ready"
