@@ -185,3 +185,28 @@ def test_f_168_tensors_without_a_partner_are_named(tmp_path, expert):
 def _edit(folder, **entries):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def test_published_folders_are_fp8_in_blocks_with_a_layer_behind_the_last(tmp_path):
+    saved_by_transformers("deepseek_v3", {**SIZES, **EXPERTS, **LATENT, **GROUPS}, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    behind = {
+        name.replace("layers.2.", "layers.3."): tensor.clone()
+        for name, tensor in tensors.items()
+        if "layers.2." in name
+    }
+    stored = tensors | behind
+    for name in [name for name in stored if "_proj" in name]:
+        stored[name] = stored[name].to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = torch.full((1, 1), 2.0)
+    save_file(stored, tmp_path / "model.safetensors")
+    words = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    _edit(tmp_path, quantization_config=words | {"activation_scheme": "dynamic"})
+    verify(tmp_path)
+    ours = logical_model(layout_of(json.loads((tmp_path / "config.json").read_text())))
+    load_hf(ours, tmp_path)
+    values = dict(ours.named_parameters())
+    for expert in range(4):
+        name = f"model.layers.2.mlp.experts.{expert}.up_proj.weight"
+        assert torch.equal(values[name], 2 * stored[name].float())
+    assert torch.equal(values["model.norm.weight"], tensors["model.norm.weight"])
