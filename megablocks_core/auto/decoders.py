@@ -26,13 +26,13 @@ def decoder_from_hf(
 
     Args:
         path: A folder with ``config.json`` and safetensors.
-        mesh: Its axis ``tp`` cuts the model; default one process.
+        mesh: Its axes ``tp``, ``ep`` and ``etp`` cut the model; default one process.
         device: Of the parameters; default torch's default device.
         dtype: Of the parameters; default what ``config.json`` says, else torch's default.
 
     Raises:
         ValueError: The config asks for what a ``Decoder`` does not have, or the folder is not
-            whole or does not fit it.
+            whole or does not fit it, or ``device`` is meta.
     """
     if dtype is None:
         dtype = _dtype_of(path)
