@@ -1,15 +1,16 @@
-"""Which dtype each tensor of a folder has, and whether values fit theirs, before one is written."""
+"""Which dtype each tensor of a folder has, and whether values fit it, before one is written."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from math import inf, isfinite
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
+from megablocks_core.export.finite import ends
 from megablocks_core.export.layout import Layout
 from megablocks_core.export.source import FLOATS, HfFolder
 from megablocks_core.files.safetensors import DTYPE_CODES
@@ -50,53 +51,84 @@ def dtype_of(name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
     return dtypes.get(name, own) if isinstance(dtypes, Mapping) else dtypes
 
 
-def check_range(held: Iterable[Held], layout: Layout, dtypes: Dtypes, *, group: Group) -> None:
-    """Compare the values of all ranks with what the dtypes on disk can say.
+class _Seen(NamedTuple):
+    """What one rank's shares show, by logical name; texts name the dtype too.
+
+    Attributes:
+        strange: Shares with values that are not finite.
+        large: Shares with values that become infinite.
+        lost: Shares whose values all become zero, and some were not.
+        kept: Shares that keep some.
+    """
+
+    strange: set[str]
+    large: dict[str, str]
+    lost: dict[str, str]
+    kept: set[str]
+
+
+def check_values(
+    held: Iterable[Held],
+    layout: Layout,
+    dtypes: Dtypes,
+    *,
+    group: Group,
+    allow_nonfinite: bool = False,
+) -> None:
+    """Look at the values of all ranks, and compare them with what the dtypes on disk can say.
 
     Every rank calls it; each looks at its own shares, once. Sends two small messages, or one if no
-    tensor vanishes. Values that are not finite are not looked at.
+    tensor vanishes.
 
     Raises:
-        ValueError: On every rank, with names: values become infinite, or those of a whole tensor
-            that has some become zero.
+        ValueError: On every rank, with names: values are not finite, unless that is allowed; finite
+            ones become infinite; or those of a whole tensor that has some become zero.
     """
-    large, lost, kept = _seen(held, layout, dtypes)
-    everyone = group.all_gather_object((large, lost))
-    all_large = {name: text for one, _ in everyone for name, text in one.items()}
-    if all_large:
-        raise ValueError(f"dtype must hold the values: some become infinite in {_names(all_large)}")
-    all_lost = {name: text for _, one in everyone for name, text in one.items()}
-    if not all_lost:
+    own = _seen(held, layout, dtypes)
+    everyone = group.all_gather_object(own[:3])
+    strange = list(dict.fromkeys(name for one, _, _ in everyone for name in sorted(one)))
+    if strange and not allow_nonfinite:
+        raise ValueError(
+            f"the model's values must be finite, but are not in {', '.join(strange)}; "
+            "allow_nonfinite=True writes them"
+        )
+    large = {name: text for _, one, _ in everyone for name, text in one.items()}
+    if large:
+        raise ValueError(f"dtype must hold the values: some become infinite in {_names(large)}")
+    lost = {name: text for *_, one in everyone for name, text in one.items()}
+    if not lost:
         return
-    for alive in group.all_gather_object(kept & all_lost.keys()):
+    for alive in group.all_gather_object(own.kept & lost.keys()):
         for name in alive:
-            all_lost.pop(name, None)
-    if all_lost:
-        raise ValueError(f"dtype must hold the values: all become zero in {_names(all_lost)}")
+            lost.pop(name, None)
+    if lost:
+        raise ValueError(f"dtype must hold the values: all become zero in {_names(lost)}")
 
 
-def _seen(
-    held: Iterable[Held], layout: Layout, dtypes: Dtypes
-) -> tuple[dict[str, str], dict[str, str], set[str]]:
-    """Shares with values that become infinite, shares that become zero, and others, by name."""
+def _seen(held: Iterable[Held], layout: Layout, dtypes: Dtypes) -> _Seen:
     owners = {name: rule for rule in layout.all_rules for name in rule.ours}
-    large: dict[str, str] = {}
-    lost: dict[str, str] = {}
-    kept: set[str] = set()
+    seen = _Seen(set(), {}, {}, set())
     for name, tensor, _ in held:
         own, theirs = tensor.dtype, owners[name].theirs if name in owners else ()
         targets = {dtype_of(one, own, dtypes) for one in theirs}
-        narrow = [dtype for dtype in targets if _is_narrower(dtype, own)]
-        greatest = _greatest(local(tensor.detach())) if narrow else 0.0
-        for dtype in narrow if greatest else ():
+        values = local(tensor.detach())
+        low, high = (float(end) for end in ends(values))
+        greatest = max(abs(low), abs(high))
+        if not isfinite(low) or not isfinite(high):
+            seen.strange.add(name)
+            finite = values[values.isfinite()]
+            greatest = float(finite.abs().max()) if finite.numel() else 0.0
+        for dtype in targets if greatest else ():
+            if not _is_narrower(dtype, own):
+                continue
             became = float(torch.tensor(greatest, dtype=torch.float64).to(dtype))
-            if became == float("inf"):
-                large[name] = f"{name} as {dtype}"
+            if became == inf:
+                seen.large[name] = f"{name} as {dtype}"
             elif not became:
-                lost[name] = f"{name} as {dtype}"
+                seen.lost[name] = f"{name} as {dtype}"
             else:
-                kept.add(name)
-    return large, lost, kept
+                seen.kept.add(name)
+    return seen
 
 
 def _is_narrower(dtype: torch.dtype, own: torch.dtype) -> bool:
@@ -105,17 +137,6 @@ def _is_narrower(dtype: torch.dtype, own: torch.dtype) -> bool:
         return False
     new, old = torch.finfo(dtype), torch.finfo(own)
     return new.smallest_normal * new.eps > old.smallest_normal * old.eps
-
-
-def _greatest(values: Tensor) -> float:
-    """The greatest magnitude of finite values."""
-    if not values.numel():
-        return 0.0
-    low, high = (float(end) for end in torch.aminmax(values))
-    if abs(low) + abs(high) < float("inf"):
-        return max(abs(low), abs(high))
-    finite = values[values.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _names(found: Mapping[str, str]) -> str:

@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megablocks_core.export.filling import Piece, fill, pieces
 from megablocks_core.export.materialize import computed_tables, materialize
+from megablocks_core.export.operations import Lazy
 from megablocks_core.export.source import FLOATS, Found, HfFolder
+from megablocks_core.export.vocabulary import padded, part_shapes
+from megablocks_core.files.slices import boxes
 from megablocks_core.groups import (
     LOCAL,
     Group,
     Specs,
-    load_slices,
     logical_shape,
     logical_tensors,
     together,
 )
-from megablocks_core.groups.stacks import Stack, separate_names
+from megablocks_core.groups.stacks import separate_names
+
+# How many values are compared at a time.
+_COMPARED = 2**22
 
 
 def load_hf(
@@ -30,12 +35,15 @@ def load_hf(
     *,
     group: Group = LOCAL,
     device: torch.device | str | None = None,
+    allow_nonfinite: bool = False,
+    pad_vocab: bool = False,
 ) -> None:
     """Fill ``model``, at any layout, from a Hugging Face folder.
 
-    Every rank reads its own slices. Values are cast to the dtype of the model's tensors.
-    What is on ``meta`` gets memory; buffers that no checkpoint holds (rotary tables of
-    transformers' modules) are computed again. Sends two small messages.
+    Every rank reads its own slices, straight into the memory of tensors on the CPU that have
+    the dtype of the files; other values are cast some at a time. What is on ``meta`` gets
+    memory; buffers that no checkpoint holds (rotary tables of transformers' modules) are
+    computed again. Sends three small messages.
 
     Args:
         model: A ``Decoder``, or any module whose names are Hugging Face's, such as a
@@ -43,26 +51,44 @@ def load_hf(
         path: A folder with ``config.json`` and safetensors, in one file or with an index.
         group: All ranks that load; over ``LOCAL`` each reads for itself.
         device: Where what is on ``meta`` gets memory; default torch's default device.
+        allow_nonfinite: Whether NaN and infinite values are loaded like others.
+        pad_vocab: Whether the model may have more rows for a vocabulary than the folder: further
+            ones become zero.
 
     Raises:
         ValueError: The folder is not whole, a tensor on either side has no partner or another
-            shape, or a buffer on ``meta`` cannot be computed; nothing was changed.
-        RuntimeError: Another rank failed while reading.
+            shape, or a buffer on ``meta`` cannot be computed; nothing was changed. Or tensors,
+            by name, have values that are not finite, or not so in the dtype of the model: they
+            are looked at as they are read, so that the model has been filled.
+        RuntimeError: Another rank failed while reading; the model may be filled in part.
     """
     folder = Path(path)
     place = torch.get_default_device() if device is None else torch.device(device)
     task = f"load_hf({str(folder)!r})"
     with together(task, group=group):
         source = HfFolder(folder)
+        if pad_vocab:
+            shapes = part_shapes(model)
+            source.layout = padded(source.layout.named(shapes), source.config, shapes)
         plan = _partners(model, source)
         tables = computed_tables(model, place)
     with together(task, group=group):
         materialize(model, tables, place)
         filled: set[int] = set()
+        found: list[Piece] = []
         for name, tensor, specs in logical_tensors(model):
             if name in plan and id(tensor) not in filled:
                 filled.add(id(tensor))
-                load_slices(tensor, specs, plan[name])
+                stacked = specs.each is not None
+                found += pieces(tensor, specs, plan[name], stacked=stacked)
+        strange = fill(found)
+    every = group.all_gather_object(strange)
+    names = list(dict.fromkeys(name for own in every for name in own))
+    if names and not allow_nonfinite:
+        raise ValueError(
+            f"{folder}: the model has been filled with values that are not finite, "
+            f"in {names}; allow_nonfinite=True takes them"
+        )
 
 
 def parts_of(name: str, tensor: Tensor, specs: Specs) -> list[str]:
@@ -72,8 +98,8 @@ def parts_of(name: str, tensor: Tensor, specs: Specs) -> list[str]:
     return separate_names(name, specs.each, logical_shape(tensor, specs)[0])
 
 
-def _partners(model: nn.Module, source: HfFolder) -> dict[str, Any]:
-    """For each logical name of ``model`` the lazy slice of the folder that it is filled from.
+def _partners(model: nn.Module, source: HfFolder) -> dict[str, dict[str, Lazy]]:
+    """For each logical name of ``model`` what of the folder fills it: one, or all that it stacks.
 
     Both sides are covered or it raises.
     """
@@ -110,14 +136,7 @@ def _partners(model: nn.Module, source: HfFolder) -> dict[str, Any]:
         faults = _untrue_ties(wanted, plan, ties)
     if faults:
         raise ValueError(f"{source.path} does not fit the model: " + "; ".join(faults))
-    stacked = {name for name, _, specs in wanted if specs.each is not None}
-    return {name: _source(disk, stacked=name in stacked) for name, disk in plan.items()}
-
-
-def _source(held: Mapping[str, Found], *, stacked: bool) -> Any:
-    """The one tensor as a lazy slice, or all of them, of one shape, as their stack."""
-    slices = {name: one.whole for name, one in held.items()}
-    return Stack(slices, list(slices)) if stacked else next(iter(slices.values()))
+    return {name: {part: one.whole for part, one in disk.items()} for name, disk in plan.items()}
 
 
 def _misfits(tensor: Tensor, specs: Specs, held: Mapping[str, Found]) -> list[str]:
@@ -148,5 +167,13 @@ def _untrue_ties(
         f"{', '.join(a)} and {', '.join(b)} are tied, but differ on disk"
         for left, right in pairs
         for (a, one), (b, other) in zip(left.values(), right.values(), strict=True)
-        if a != b and not torch.equal(one[:], other[:])
+        if a != b and not _are_equal(one, other)
     ]
+
+
+def _are_equal(one: Lazy, other: Lazy) -> bool:
+    shape = tuple(one.get_shape())
+    if shape != tuple(other.get_shape()):
+        return False
+    whole = tuple(slice(0, size) for size in shape)
+    return all(torch.equal(one[box], other[box]) for box in boxes(whole, 1, _COMPARED))

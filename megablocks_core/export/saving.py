@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megablocks_core.export.drafting import HfDraft, name_dtype, planned
-from megablocks_core.export.dtypes import check_range, chosen
+from megablocks_core.export.dtypes import check_values, chosen
 from megablocks_core.export.quantised import plain
 from megablocks_core.export.verifying import layout_of
 from megablocks_core.export.vocabulary import padded, part_shapes, with_vocabulary
@@ -28,6 +28,7 @@ def save_hf(
     like: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 5 * 2**30,
     vocab_size: int | None = None,
+    allow_nonfinite: bool = False,
 ) -> None:
     """Write ``model``, from any layout, as a folder that transformers opens.
 
@@ -45,11 +46,12 @@ def save_hf(
         max_file_bytes: A file is closed before it grows beyond this.
         vocab_size: How many rows of a padded vocabulary are written; the config says it. Default
             all, which then must be as many as the config says.
+        allow_nonfinite: Whether NaN and infinite values are written like others.
 
     Raises:
         ValueError: ``path`` is not empty, the family is unknown, tensors are not those that
-            the config describes, or values do not fit ``dtype``: some become infinite, or all of
-            a tensor zero.
+            the config describes, values are not finite, or they do not fit ``dtype``: some become
+            infinite, or all of a tensor zero. Nothing was written.
         RuntimeError: Another rank failed.
         OSError: The disk is full, or another fault of the file system.
     """
@@ -68,9 +70,9 @@ def save_hf(
         if vocab_size is not None:
             layout = padded(layout, config, shapes)
         dtypes = chosen(dtype, like)
-    check_range(held, layout, dtypes, group=group)
     collection = Collection(held, group=group, task=task, raises=RuntimeError, order=layout.order)
     wholes = planned(collection.wholes, layout, dtypes)
+    check_values(held, layout, dtypes, group=group, allow_nonfinite=allow_nonfinite)
     name_dtype(config, wholes)
     draft = HfDraft(target, wholes, layout, max_file_bytes)
     try:

@@ -84,13 +84,14 @@ class FileTensor:
     Attributes:
         file: Where it is.
         name: Its name there.
+        offset: Where its bytes begin.
         dtype: As torch has it.
     """
 
     def __init__(self, file: TensorFile, name: str, entry: Entry) -> None:
         self.file, self.name = file, name
         self.dtype = DTYPES[entry.dtype]
-        self._code, self._shape, self._offset = entry
+        self._code, self._shape, self.offset = entry
 
     def get_shape(self) -> tuple[int, ...]:
         """The shape of the whole."""
@@ -122,7 +123,7 @@ class FileTensor:
         last = max((dim for dim, part in enumerate(box) if _cuts(part, shape[dim])), default=0)
         if last == 0 and self._fits(target):
             row = prod(shape[1:]) * self.dtype.itemsize
-            self.file.read(_memory(target), self._offset + box[0].start * row)
+            self.file.read(_memory(target), self.offset + box[0].start * row)
         else:
             self._read_rows(target, box, shape, last)
 
@@ -143,7 +144,7 @@ class FileTensor:
         alone = steps[dim] - length > _GAP_BYTES
         count = 1 if alone else max(1, STEP_BYTES // steps[dim])
         for outer in product(*(range(part.start, part.stop) for part in box[:dim])):
-            first = self._offset + sum(at * step for at, step in zip(outer, steps, strict=False))
+            first = self.offset + sum(at * step for at, step in zip(outer, steps, strict=False))
             own = target[tuple(at - part.start for at, part in zip(outer, box, strict=False))]
             for low in range(box[dim].start, box[dim].stop, count):
                 rows = min(count, box[dim].stop - low)

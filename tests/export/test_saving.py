@@ -95,9 +95,7 @@ def test_what_the_config_does_not_describe_is_not_written(tmp_path):
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="model_type='opt' must be one of llama"):
         config = json.loads((tmp_path / "other" / "config.json").read_text())
-        (tmp_path / "other" / "config.json").write_text(
-            json.dumps({**config, "model_type": "opt"})
-        )
+        (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "opt"}))
         save_hf(tiny_model(), tmp_path / "out", like=tmp_path / "other")
     with pytest.raises(ValueError, match="the model has no spec or config"):
         save_hf(nn.Linear(1, 1), tmp_path / "out")
@@ -157,3 +155,28 @@ def test_f_166_f_175_round_trip_is_bit_exact_and_logits_are_equal(tmp_path, fami
         assert again.dtype == torch.float32
         assert torch.equal(again(TOKENS).logits, reference(TOKENS).logits)
     assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@ranks(1, 2)
+def test_values_that_are_not_finite_are_named_before_anything_is_written(tmp_path, value):
+    pretrained(tmp_path / "in")
+    mesh = Mesh(tp=dist.get_world_size())
+    world = mesh.group("tp")
+    decoder = Decoder(DecoderSpec.from_hf(tmp_path / "in"), mesh=mesh)
+    load_hf(decoder, tmp_path / "in", group=world)
+    if world.rank == world.size - 1:
+        with torch.no_grad():
+            decoder.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 5] = value
+    with pytest.raises(ValueError, match=r"finite, but are not in model\.layers\.1\.mlp\.up_proj"):
+        save_hf(decoder, tmp_path / "out", group=world)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    world.all_gather_object(None)
+    save_hf(decoder, tmp_path / "out", group=world, allow_nonfinite=True)
+    again = Decoder(DecoderSpec.from_hf(tmp_path / "in"), mesh=mesh)
+    world.all_gather_object(None)
+    with pytest.raises(ValueError, match=r"not finite, in \['model\.layers\.1\.mlp\.up_proj"):
+        load_hf(again, tmp_path / "out", group=world)
+    load_hf(again, tmp_path / "out", group=world, allow_nonfinite=True)
+    for one, other in zip(again.parameters(), decoder.parameters(), strict=True):
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
