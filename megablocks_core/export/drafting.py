@@ -74,46 +74,73 @@ def name_dtype(config: dict[str, Any], wholes: list[Whole]) -> None:
 
 
 class HfDraft:
-    """The folder in the making, on the rank that writes.
+    """The folder in the making, on one of the ranks that write; files go to these in turn.
 
     Args:
         target: Where it will appear: new, or empty.
         wholes: Its tensors, as ``planned`` gives them.
         layout: Says of which of ours each is made.
         max_file_bytes: A file is closed before it grows beyond this.
+        rank: This one of those that write; the first makes the folder and lets it appear.
+        num_ranks: How many write.
+
+    Attributes:
+        owners: By name of ours, the ranks whose files have a part of it.
+        staging: Where the files are until then; known once the folder is made.
     """
 
     def __init__(
-        self, target: Path, wholes: list[Whole], layout: Layout, max_file_bytes: int
+        self,
+        target: Path,
+        wholes: list[Whole],
+        layout: Layout,
+        max_file_bytes: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         self._target = target
         self._joiner = Joiner(layout.rules)
         self._files = _split(wholes, max_file_bytes)
-        self._waiting = list(self._files)
+        self._waiting = list(self._files)[rank::num_ranks]
+        self._own = {whole.name for file in self._waiting for whole in self._files[file]}
         self._dtypes = {whole.name: whole.dtype for whole in wholes}
+        writers = {
+            whole.name: number % num_ranks
+            for number, members in enumerate(self._files.values())
+            for whole in members
+        }
+        self.owners = {
+            ours: sorted({writers[name] for name in rule.theirs})
+            for rule in layout.rules
+            for ours in rule.ours
+        }
+        self.staging: Path | None = None
         self._folder: NewFolder | None = None
         self._writer: SafetensorsWriter | None = None
         self._left = 0
 
     def open(self) -> None:
-        """Begin.
+        """Make the folder.
 
         Raises:
             ValueError: The target is not empty.
         """
         self._folder = NewFolder(self._target)
+        self.staging = self._folder.staging
 
     def add(self, part: str, values: Tensor) -> None:
-        """Write the tensors that ``part`` completes; parts come in the order of the plan."""
+        """Write what ``part`` completes of this rank's files; parts come in order of the plan."""
         for name, tensor in self._joiner.add(part, values).items():
-            self._write(name, tensor)
+            if name in self._own:
+                self._write(name, tensor)
 
     def _write(self, name: str, tensor: Tensor) -> None:
-        assert self._folder is not None
+        assert self.staging is not None
         if self._writer is None:
             file = self._waiting.pop(0)
             members = self._files[file]
-            path = self._folder.staging / file
+            path = self.staging / file
             self._writer = SafetensorsWriter(path, members, metadata={"format": "pt"})
             self._left = len(members)
         self._writer.add(name, _converted(name, tensor, self._dtypes[name]))
@@ -123,9 +150,15 @@ class HfDraft:
             self._writer = None
 
     def publish(self, config: dict[str, Any], like: Path | None) -> None:
-        """Add index, ``config.json`` and the companions in ``like``; let the folder appear."""
+        """Add index, ``config.json`` and the companions in ``like``; let the folder appear.
+
+        Raises:
+            OSError: The files of other ranks are not in this rank's folder.
+        """
         assert self._folder is not None and not self._waiting
         staging = self._folder.staging
+        if missing := [file for file in self._files if not (staging / file).is_file()]:
+            raise OSError(f"ranks that write {self._target} must see one folder: no {missing}")
         if len(self._files) > 1:
             _write_json(staging / INDEX, _index(self._files))
         _write_json(staging / "config.json", config)

@@ -32,8 +32,9 @@ def save_hf(
 ) -> None:
     """Write ``model``, from any layout, as a folder that transformers opens.
 
-    The first rank of ``group`` writes; the others send it their slices, a bounded bucket at
-    a time. The folder appears whole or not at all.
+    The ranks of ``group`` write the files in turn, in a folder that all must see, and send each
+    other what goes into these, a bounded bucket at a time. Which file holds what, and its bytes,
+    depend on no layout. The folder appears whole or not at all.
 
     Args:
         model: A model of a family in ``families.FAMILIES``.
@@ -55,7 +56,7 @@ def save_hf(
         RuntimeError: Another rank failed.
         OSError: The disk is full, or another fault of the file system.
     """
-    target = Path(path).absolute()
+    target = Path(os.path.realpath(path))
     task = f"save_hf({str(target)!r})"
     with together(task, group=group):
         config = _config(model, like)
@@ -74,12 +75,14 @@ def save_hf(
     wholes = planned(collection.wholes, layout, dtypes)
     check_values(held, layout, dtypes, group=group, allow_nonfinite=allow_nonfinite)
     name_dtype(config, wholes)
-    draft = HfDraft(target, wholes, layout, max_file_bytes)
+    ranks = {"rank": group.rank, "num_ranks": group.size}
+    draft = HfDraft(target, wholes, layout, max_file_bytes, **ranks)
     try:
         with together(task, group=group):
             if group.rank == 0:
                 draft.open()
-        collection.visit(draft.add)
+        draft.staging = group.all_gather_object(draft.staging)[0]
+        collection.visit(draft.add, draft.owners)
         with together(task, group=group):
             if group.rank == 0:
                 draft.publish(config, None if like is None else Path(like))

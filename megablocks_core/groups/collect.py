@@ -1,12 +1,13 @@
-"""Whole logical tensors on the first rank of a group, a bounded bucket at a time, by marks.
+"""Whole logical tensors on the ranks that write them, a bounded bucket at a time, by marks.
 
-What a writer of files needs: no rank but the first ever holds more than its own share and
-the pieces of one bucket, and the first holds one bucket of whole tensors.
+No rank ever holds more than its own share, the pieces of one bucket, and the whole tensors of that
+bucket which it writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -63,20 +64,30 @@ class _Share(NamedTuple):
 
 @dataclass
 class _Source:
-    """Where the cells of one whole tensor come from."""
+    """Where one whole tensor lies: the boxes that each rank holds of it."""
 
     whole: Whole
+    boxes: list[list[Box]]
+    devices: dict[int, str]
+
+
+@dataclass
+class _Delivery:
+    """One whole tensor on its way to one rank, and where its cells come from."""
+
+    whole: Whole
+    owner: int
     cells: list[Cell]
     devices: dict[int, str]
 
     @property
-    def on_first_rank(self) -> bool:
-        """Whether the first rank holds the whole tensor, in one piece."""
-        return [cell.rank for cell in self.cells] == [0]
+    def is_there(self) -> bool:
+        """Whether the owner holds the whole tensor, in one piece."""
+        return [cell.rank for cell in self.cells] == [self.owner]
 
 
 class Collection:
-    """Plan, agreed between all ranks, to bring whole tensors to the first rank of ``group``.
+    """Plan, agreed between all ranks, to bring whole tensors to ranks of ``group``.
 
     Args:
         held: This rank's shares; the placements of a DTensor cut inside its specs. A tensor need
@@ -122,79 +133,96 @@ class Collection:
         )
         self.wholes = [source.whole for source in self._plan]
 
-    def visit(self, consume: Callable[[str, Tensor], None]) -> None:
-        """Call ``consume(name, whole)`` on the first rank for each tensor, in order.
+    def visit(
+        self,
+        consume: Callable[[str, Tensor], None],
+        owners: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """Call ``consume(name, whole)`` on the ranks that a tensor is for, each in order.
 
-        ``whole`` lies on the CPU and must not be changed or kept. Every rank must call this.
-        An exception on one rank, in ``consume`` too, raises on all. Sends each element once,
-        and two small messages a bucket.
+        ``whole`` lies on the CPU and must not be changed or kept. Every rank must call this with
+        the same ``owners``. An exception on one rank, in ``consume`` too, raises on all. Sends
+        each element once to each owner that lacks it, and two small messages a bucket, which has
+        tensors for all owners, so that they consume side by side.
+
+        Args:
+            consume: Takes a tensor.
+            owners: By name the ranks, within the group, that a tensor is for; default the first.
         """
-        for bucket in self._buckets():
+        for bucket in self._buckets(owners or {}):
             with self._together():
-                outgoing = [self._outgoing(source) for source in bucket]
+                outgoing = [self._outgoing(delivery) for delivery in bucket]
             arrived = [
-                self._exchange(source, pieces)
-                for source, pieces in zip(bucket, outgoing, strict=True)
+                self._exchange(delivery, pieces)
+                for delivery, pieces in zip(bucket, outgoing, strict=True)
             ]
             with self._together():
-                if self._group.rank == 0:
-                    for source, whole in zip(bucket, arrived, strict=True):
-                        consume(source.whole.name, whole)
+                for delivery, whole in zip(bucket, arrived, strict=True):
+                    if delivery.owner == self._group.rank:
+                        consume(delivery.whole.name, whole)
 
     def _together(self) -> AbstractContextManager[None]:
         return together(self._task, group=self._group, raises=self._raises)
 
-    def _buckets(self) -> Iterator[list[_Source]]:
-        bucket, size = [], 0
+    def _buckets(self, owners: Mapping[str, Sequence[int]]) -> Iterator[list[_Delivery]]:
+        """Deliveries of about as many bytes to each rank, in the order of its plan."""
+        waiting: dict[int, deque[_Source]] = {}
         for source in self._plan:
-            if bucket and size + source.whole.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(source)
-            size += source.whole.nbytes
-        if bucket:
+            for owner in owners.get(source.whole.name, (0,)):
+                waiting.setdefault(owner, deque()).append(source)
+        while waiting:
+            limit, bucket = BUCKET_BYTES // len(waiting), []
+            for owner in sorted(waiting):
+                queue, size = waiting[owner], 0
+                while queue and (not size or size + queue[0].whole.nbytes <= limit):
+                    source = queue.popleft()
+                    size += max(source.whole.nbytes, 1)
+                    bucket.append(_delivery(source, owner))
+                if not queue:
+                    del waiting[owner]
             yield bucket
 
-    def _outgoing(self, source: _Source) -> list[Tensor]:
-        """On the first rank the memory for the whole, on the others the pieces to send."""
-        rank, name = self._group.rank, source.whole.name
-        if rank == 0:
-            if source.on_first_rank:
+    def _outgoing(self, delivery: _Delivery) -> list[Tensor]:
+        """On the owner the memory for the whole, on the others the pieces to send."""
+        rank, name = self._group.rank, delivery.whole.name
+        if rank == delivery.owner:
+            if delivery.is_there:
                 return [self._held[name].cpu()]
-            return [torch.empty(source.whole.shape, dtype=source.whole.dtype)]
+            return [torch.empty(delivery.whole.shape, dtype=delivery.whole.dtype)]
         return [
             as_bytes(self._held[name][_within(self._boxes[name], cell.box)])
-            for cell in source.cells
+            for cell in delivery.cells
             if cell.rank == rank
         ]
 
-    def _exchange(self, source: _Source, pieces: list[Tensor]) -> Tensor:
-        ranks, pg = self._group.ranks, self._group.pg
-        if self._group.rank != 0:
+    def _exchange(self, delivery: _Delivery, pieces: list[Tensor]) -> Tensor:
+        ranks, pg, owner = self._group.ranks, self._group.pg, delivery.owner
+        if self._group.rank != owner:
             for piece in pieces:
-                dist.send(piece, ranks[0], group=pg)
+                dist.send(piece, ranks[owner], group=pg)
             return torch.empty(0)
         (whole,) = pieces
-        if source.on_first_rank:
+        if delivery.is_there:
             return whole
-        name = source.whole.name
-        for cell in source.cells:
-            if cell.rank == 0:
+        name = delivery.whole.name
+        for cell in delivery.cells:
+            if cell.rank == owner:
                 whole[cell.box] = self._held[name][_within(self._boxes[name], cell.box)].cpu()
                 continue
             shape = [part.stop - part.start for part in cell.box]
-            piece = torch.empty(shape, dtype=whole.dtype, device=source.devices[cell.rank])
+            piece = torch.empty(shape, dtype=whole.dtype, device=delivery.devices[cell.rank])
             dist.recv(as_bytes(piece), ranks[cell.rank], group=pg)
             whole[cell.box] = piece.cpu()
         return whole
 
 
-def first_holders(boxes: Sequence[Sequence[Box]]) -> list[Cell]:
+def first_holders(boxes: Sequence[Sequence[Box]], *, before: int = 0) -> list[Cell]:
     """Cut what the ranks hold where any box begins or ends; each cell comes once.
 
     Args:
         boxes: For each rank, the boxes it holds of one whole tensor. Boxes of different
             ranks may overlap (replicas, slices that neighbours share).
+        before: The rank that comes before all others.
     """
     num_dims = max((len(box) for held in boxes for box in held), default=0)
     ends = [
@@ -202,8 +230,8 @@ def first_holders(boxes: Sequence[Sequence[Box]]) -> list[Cell]:
         for dim in range(num_dims)
     ]
     holders: dict[tuple[tuple[int, int], ...], int] = {}
-    for rank, held in enumerate(boxes):
-        for box in held:
+    for rank in sorted(range(len(boxes)), key=lambda rank: rank != before):
+        for box in boxes[rank]:
             spans = [
                 [span for span in pairwise(ends[dim]) if part.start <= span[0] < part.stop]
                 for dim, part in enumerate(box)
@@ -253,14 +281,18 @@ def _source(holders: list[tuple[int, _Share]], num_ranks: int) -> _Source:
         if share.whole != whole:
             raise ValueError(f"ranks disagree on {whole.name}: {whole[1:]} and {share.whole[1:]}")
         boxes[rank] = [theirs for theirs, _ in share.boxes]
-    cells = first_holders(boxes)
-    found = sum(prod(part.stop - part.start for part in cell.box) for cell in cells)
+    found = sum(prod(part.stop - part.start for part in cell.box) for cell in first_holders(boxes))
     if found != prod(whole.shape):
         raise ValueError(
             f"{whole.name}: the group holds {found} of the {prod(whole.shape)} elements of "
             f"shape {whole.shape}"
         )
-    return _Source(whole, cells, {rank: share.device for rank, share in holders})
+    return _Source(whole, boxes, {rank: share.device for rank, share in holders})
+
+
+def _delivery(source: _Source, owner: int) -> _Delivery:
+    cells = first_holders(source.boxes, before=owner)
+    return _Delivery(source.whole, owner, cells, source.devices)
 
 
 def _within(boxes: list[tuple[Box, Box]], cell: Box) -> Any:

@@ -37,7 +37,10 @@ WORDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 @pytest.mark.parametrize("family", MODELS)
 @ranks(2)
 def test_f_173_a_rank_of_ep_holds_and_writes_its_own_experts(tmp_path, family):
-    """E=4 at ep 2: the second rank has experts 2 and 3, each full of its number."""
+    """E=4 at ep 2: the second rank has experts 2 and 3, each full of its number.
+
+    The first rank writes one file, or each rank writes some.
+    """
     folder = tmp_path / "weights"
     if dist.get_rank() == 0:
         saved_by_transformers(family, MODELS[family], folder)
@@ -54,13 +57,17 @@ def test_f_173_a_rank_of_ep_holds_and_writes_its_own_experts(tmp_path, family):
     for name in ("gate_proj", "up_proj", "down_proj"):
         stack = getattr(experts, name)
         assert [one.unique().tolist() for one in stack.detach()] == [[first], [first + 1]]
-    save_hf(decoder, tmp_path / "out", group=world, like=folder)
-    dist.barrier()
     expected = load_file(folder / "model.safetensors")
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written.keys() == expected.keys()
-    for name, tensor in written.items():
-        assert torch.equal(tensor, expected[name]), name
+    for limit in (2**30, 2**13):
+        out = tmp_path / f"{limit}"
+        save_hf(decoder, out, group=world, like=folder, max_file_bytes=limit)
+        dist.barrier()
+        files = [load_file(path) for path in out.glob("*.safetensors")]
+        assert (len(files) > 1) == (limit == 2**13)
+        written = {name: tensor for file in files for name, tensor in file.items()}
+        assert written.keys() == expected.keys()
+        for name, tensor in written.items():
+            assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.parametrize(

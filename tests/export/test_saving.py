@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,11 +12,44 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from megablocks_core.export import load_hf, save_hf, verify
+from megablocks_core.export import drafting, load_hf, save_hf, verify
 from megablocks_core.groups import Mesh, gather_whole
 from megablocks_core.layers import Decoder, DecoderSpec
 from megablocks_core.testing import ranks
 from tests.export.tiny_models import FAMILIES, TOKENS, assert_same, pretrained, tiny_model
+
+
+@ranks(2, 4)
+def test_ranks_write_the_files_in_turn(tmp_path):
+    """What every rank holds is sent to none; a disk that fills ends all, and leaves nothing."""
+    pretrained(tmp_path / "in")
+    world = Mesh().group("dp")
+    decoder = Decoder(DecoderSpec.from_hf(tmp_path / "in"))
+    load_hf(decoder, tmp_path / "in", group=world)
+    own, write = [], drafting.SafetensorsWriter
+
+    def noted(path, *args, **options):
+        own.append(path.name)
+        return write(path, *args, **options)
+
+    with patch.object(drafting, "SafetensorsWriter", noted), patch.object(dist, "send", None):
+        save_hf(decoder, tmp_path / "out", group=world, max_file_bytes=3000)
+    files = sorted(path.name for path in (tmp_path / "out").glob("model-*.safetensors"))
+    assert own == files[world.rank :: world.size] and len(files) > 4
+    save_hf(decoder, tmp_path / f"alone-{world.rank}", max_file_bytes=3000)
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / f"alone-{world.rank}" / path.name).read_bytes()
+
+    def full(path, *args, **options):
+        if world.rank == 1:
+            raise OSError(28, "No space left on device")
+        return write(path, *args, **options)
+
+    kind, message = (OSError, "No space") if world.rank == 1 else (RuntimeError, "failed on rank 1")
+    with patch.object(drafting, "SafetensorsWriter", full), pytest.raises(kind, match=message):
+        save_hf(decoder, tmp_path / "full", group=world, max_file_bytes=3000)
+    world.all_gather_object(None)
+    assert not [path for path in tmp_path.iterdir() if "full" in path.name]
 
 
 @ranks(4)
@@ -123,7 +157,7 @@ def test_needs_no_transformers(tmp_path):
     code = f"""
 import sys
 sys.modules["transformers"] = None
-from megablocks_core.export import load_hf, save_hf, verify
+from megablocks_core.export import drafting, load_hf, save_hf, verify
 from megablocks_core.layers import Decoder, DecoderSpec
 model = Decoder(DecoderSpec.from_hf({str(tmp_path / "in")!r}), device="meta")
 load_hf(model, {str(tmp_path / "in")!r})

@@ -1,4 +1,6 @@
-"""Whole tensors reach the first rank, each element once, whatever the cut."""
+"""Whole tensors reach the ranks that they are for, each element once, whatever the cut."""
+
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from megablocks_core.groups import (
     Mesh,
     Segment,
     ShardSpec,
+    collect,
     own_slices,
 )
 from megablocks_core.groups.collect import first_holders
@@ -83,6 +86,38 @@ def test_cut_packed_and_replicated_tensors_arrive_whole():
     assert list(arrived) == [whole.name for whole in collection.wholes if group.rank == 0]
     for name in arrived:
         assert torch.equal(arrived[name], wholes[name]), name
+
+
+@ranks(1, 2, 4)
+def test_tensors_go_to_several_owners_in_order():
+    """Each owner gets its own, in buckets that have some for all; what it holds is not sent."""
+    size = dist.get_world_size()
+    group = Mesh(tp=size).group("tp")
+    names = [f"t{number}" for number in range(11)]
+    torch.manual_seed(0)
+    wholes = {name: torch.randn(4 + 4 * index, 4) for index, name in enumerate(names)}
+    cut = (ShardSpec(0, group),)
+    held = [Held(name, _share(wholes[name], cut), cut) for name in names[:8]]
+    held += [Held(name, wholes[name]) for name in names[8:]]
+    owners = {name: [index % size] for index, name in enumerate(names)}
+    owners["t3"], owners["t5"] = list(range(size)), []
+    collection = Collection(held, group=group, task="test", raises=RuntimeError)
+    arrived, sent = {}, []
+    send = dist.send
+
+    def counted(tensor, *args, **options):
+        sent.append(tensor.numel())
+        send(tensor, *args, **options)
+
+    with patch.object(dist, "send", counted), patch.object(collect, "BUCKET_BYTES", 1500):
+        collection.visit(lambda name, whole: arrived.setdefault(name, whole.clone()), owners)
+    assert list(arrived) == [name for name in names if group.rank in owners[name]]
+    assert all(torch.equal(whole, wholes[name]) for name, whole in arrived.items())
+    right = sum(
+        one.tensor.numel() * 4 * sum(owner != group.rank for owner in owners[one.name])
+        for one in held[:8]
+    )
+    assert sum(sent) == right
 
 
 @ranks(4)
