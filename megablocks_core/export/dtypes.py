@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 
-from megablocks_core.export.finite import ends
+from megablocks_core.export.finite import ends, is_finite
 from megablocks_core.export.layout import Layout
 from megablocks_core.export.source import FLOATS, HfFolder
 from megablocks_core.files.safetensors import DTYPE_CODES
@@ -112,15 +112,12 @@ def _seen(held: Iterable[Held], layout: Layout, dtypes: Dtypes) -> _Seen:
         own, theirs = tensor.dtype, owners[name].theirs if name in owners else ()
         targets = {dtype_of(one, own, dtypes) for one in theirs}
         values = local(tensor.detach())
-        low, high = (float(end) for end in ends(values))
-        greatest = max(abs(low), abs(high))
-        if not isfinite(low) or not isfinite(high):
+        if not is_finite(values):
             seen.strange.add(name)
-            finite = values[values.isfinite()]
-            greatest = float(finite.abs().max()) if finite.numel() else 0.0
-        for dtype in targets if greatest else ():
-            if not _is_narrower(dtype, own):
-                continue
+            values = values[values.isfinite()]
+        narrow = [dtype for dtype in targets if _is_narrower(dtype, own)]
+        greatest = float(ends(values).abs().max()) if narrow else 0.0
+        for dtype in narrow if greatest else ():
             became = float(torch.tensor(greatest, dtype=torch.float64).to(dtype))
             if became == inf:
                 seen.large[name] = f"{name} as {dtype}"

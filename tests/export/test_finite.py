@@ -21,6 +21,15 @@ def test_one_value_that_is_not_finite_is_seen(dtype):
             assert not is_finite(spoilt.t())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_pattern_of_sixteen_bits_is_known(dtype):
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    assert [is_finite(one) for one in every[::7].split(1)] == every[::7].isfinite().tolist()
+    edges = torch.cat([every[every.isfinite()].amin()[None], every[every.isfinite()].amax()[None]])
+    assert is_finite(edges)
+    assert is_finite(every[every.isfinite()])
+
+
 def test_values_of_other_kinds():
     assert is_finite(torch.arange(3))
     assert is_finite(torch.tensor([True]))
