@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megablocks_core.testing.memory import fill_empty_with_nan
+from megablocks_core.testing.worker import forget_compiled
 from tests.forks import ForkServer
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
@@ -33,6 +34,10 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--delayed") or config.getoption("--mutation"):
         config.hook.pytest_deselected(items=[item for item in items if _num_ranks(item) < 2])
         items[:] = [item for item in items if _num_ranks(item) > 1]
+
+
+def pytest_runtest_setup(item):
+    forget_compiled()
 
 
 @pytest.fixture(scope="session")

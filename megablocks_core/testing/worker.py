@@ -81,6 +81,7 @@ def run(job: Job, rank: int) -> Answer:
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             sys.path[:] = job.sys_path
+            forget_compiled()
             _enter_world(job, rank)
             body = find(job.file, job.module, job.qualname)
             arguments = pickle.loads(job.payload)
@@ -122,6 +123,18 @@ def _import_with_asserts_rewritten(file: str, name: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def forget_compiled() -> None:
+    """Make every test compile as the first one does.
+
+    ``torch.compile`` remembers for each line of code the sizes it has seen, and treats what
+    varied as unknown: after other tests the same test compiles another graph, many times slower.
+    """
+    if "torch._dynamo" in sys.modules:
+        import torch
+
+        torch._dynamo.reset()
 
 
 def _fault(name: str | None) -> AbstractContextManager[None]:

@@ -63,3 +63,30 @@ def test_a_dtensor_has_no_mesh_of_an_earlier_test(num_other_groups):
     parameter = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0), Replicate()]))
     assert isinstance(parameter, DTensor)
     assert parameter.device_mesh.get_group(1).size() == 1
+
+
+def _doubled(x):
+    return 2 * x
+
+
+def _inputs_of_a_compiled_graph(size):
+    """The second is the size, where it is not taken as known."""
+    inputs = []
+
+    def backend(graph, examples):
+        inputs.extend(type(example) for example in examples)
+        return graph.forward
+
+    torch.compile(_doubled, backend=backend)(torch.ones(size))
+    return inputs
+
+
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_here_sizes_that_an_earlier_test_compiled_for_are_forgotten(size):
+    assert _inputs_of_a_compiled_graph(size) == [torch.Tensor]
+
+
+@ranks(1)
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_on_ranks_sizes_that_an_earlier_test_compiled_for_are_forgotten(size):
+    assert _inputs_of_a_compiled_graph(size) == [torch.Tensor]
