@@ -1,8 +1,7 @@
 """Which arguments each back end serves, and errors for those that it does not."""
 
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,18 +80,3 @@ def refuse_unserved(
     missing = [need for need, lacking in needs.items() if lacking]
     if missing:
         raise ValueError(f"{name} does not serve {', '.join(missing)}")
-
-
-def imported(module: str, name: str, *, extra: str) -> Any:
-    """A function of an optional package.
-
-    Raises:
-        ImportError: The package is missing or cannot be loaded; the extra that has it is named.
-    """
-    try:
-        return getattr(import_module(module), name)
-    except ImportError as error:
-        package = module.split(".")[0]
-        raise ImportError(
-            f"{name} needs {package}: pip install 'megablocks-core[{extra}]'"
-        ) from error

@@ -6,8 +6,9 @@ Dimensions: B rows, L tokens, H heads, K and V features of keys and values, E do
 import torch
 from torch import Tensor
 
-from megablocks_core.layers.ssm.backends.capabilities import imported, refuse_unserved
+from megablocks_core.layers.ssm.backends.capabilities import refuse_unserved
 from megablocks_core.layers.ssm.functions.documents import check_documents
+from megablocks_core.parallel.optional import imported
 from megablocks_core.parallel.sequence import SequenceCut
 
 

@@ -7,8 +7,9 @@ a state.
 import torch
 from torch import Tensor
 
-from megablocks_core.layers.ssm.backends.capabilities import imported, refuse_unserved
+from megablocks_core.layers.ssm.backends.capabilities import refuse_unserved
 from megablocks_core.layers.ssm.functions.documents import check_documents, document_of_token
+from megablocks_core.parallel.optional import imported
 from megablocks_core.parallel.sequence import SequenceCut
 
 

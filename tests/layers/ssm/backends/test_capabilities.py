@@ -13,7 +13,7 @@ from megablocks_core.layers.ssm.backends import (
     fla,
     mamba_ssm,
 )
-from megablocks_core.layers.ssm.backends.capabilities import imported, refuse_unserved
+from megablocks_core.layers.ssm.backends.capabilities import refuse_unserved
 
 PAGE = Path(__file__).parents[4] / "docs" / "ssm_backends.md"
 NOTHING = {
@@ -83,11 +83,6 @@ def test_a_missing_package_names_its_extra(monkeypatch, package, extra, call):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"needs {package}: .*megablocks-core\[{extra}\]"):
         call(torch.zeros(1, 8, 8))
-
-
-def test_a_function_that_is_missing_is_told_apart():
-    with pytest.raises(AttributeError):
-        imported("math", "no_such_function", extra="x")
 
 
 def test_the_page_has_the_table():

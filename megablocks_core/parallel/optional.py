@@ -1,0 +1,19 @@
+"""What is taken from packages that are installed at will, at the moment it is used."""
+
+from importlib import import_module
+from typing import Any
+
+
+def imported(module: str, name: str, *, extra: str) -> Any:
+    """What ``module`` of an optional package calls ``name``.
+
+    Raises:
+        ImportError: The package is missing or cannot be loaded; the extra that has it is named.
+    """
+    try:
+        return getattr(import_module(module), name)
+    except ImportError as error:
+        package = module.split(".")[0]
+        raise ImportError(
+            f"{name} needs {package}: pip install 'megablocks-core[{extra}]'"
+        ) from error

@@ -1,0 +1,23 @@
+"""A missing optional package is named with its extra; a missing function is told apart."""
+
+import math
+import sys
+
+import pytest
+
+from megablocks_core.parallel.optional import imported
+
+
+def test_what_is_installed_is_taken():
+    assert imported("math", "sqrt", extra="x") is math.sqrt
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "no_such", None)
+    with pytest.raises(ImportError, match=r"f needs no_such: .*megablocks-core\[x\]"):
+        imported("no_such.part", "f", extra="x")
+
+
+def test_a_function_that_is_missing_is_told_apart():
+    with pytest.raises(AttributeError):
+        imported("math", "no_such_function", extra="x")
