@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from megablocks_core.groups.marking import marks as marks
     from megablocks_core.groups.marking import specs_of as specs_of
     from megablocks_core.groups.mesh import Mesh as Mesh
+    from megablocks_core.groups.outcome import interrupts_held as interrupts_held
     from megablocks_core.groups.outcome import together as together
     from megablocks_core.groups.whole import gather_whole as gather_whole
     from megablocks_core.groups.whole import load_slices as load_slices
@@ -72,7 +73,7 @@ _HOMES = {
     "group": ("LOCAL", "Group", "bind", "check_group"),
     "marking": ("mark", "marks", "specs_of"),
     "mesh": ("Mesh",),
-    "outcome": ("together",),
+    "outcome": ("interrupts_held", "together"),
     "whole": (
         "gather_whole",
         "load_slices",
