@@ -12,10 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.groups import LOCAL, Group, Segment, split_evenly
-from megablocks_core.layers.attention.causal import causal_attention
+from megablocks_core.groups import LOCAL, Group, Segment, ShardSpec, mark, split_evenly
+from megablocks_core.layers.attention.choice import attention, check_backend
 from megablocks_core.layers.attention.dropping import Dropped, index_of_heads
 from megablocks_core.layers.attention.projection_norm import ProjectionNorm, normalise
+from megablocks_core.layers.attention.spec import AttentionSpec
 from megablocks_core.layers.linear import LinearFactory, apply_each, parallel_linear
 from megablocks_core.layers.norm import on_part
 from megablocks_core.layers.rotary import RotaryEmbedding, rotate
@@ -53,13 +54,19 @@ class Attention(nn.Module):
         clip: Queries, keys and values are clamped to this size, after norms.
         gated: What a head has attended to is multiplied by the sigmoid of a gate; ``q_proj`` makes
             the features of a head's query, then those of its gate, head by head.
+        window: How many keys before a token, and behind it 0 or ``None``, are seen beside its own;
+            default all before.
+        soft_cap: Of the products; see ``AttentionSpec``.
+        sinks: Each query head has a logit in the denominator of its softmax, the parameter
+            ``sinks`` [n], at first zero.
+        backend: What computes the product; see ``attention``.
         tp: The tensor-parallel ranks.
         device: Of the parameters.
         dtype: Of the parameters.
 
     Raises:
-        ValueError: Heads do not divide evenly over each other or over ``tp``, or there are two
-            kinds of norms.
+        ValueError: Heads do not divide evenly over each other or over ``tp``, there are two
+            kinds of norms, or there is no such window, cap or back end.
     """
 
     def __init__(  # noqa: PLR0913 (each is an option of its own)
@@ -79,6 +86,10 @@ class Attention(nn.Module):
         projection_norm_eps: float | None = None,
         clip: float | None = None,
         gated: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
+        backend: str = "auto",
         tp: Group = LOCAL,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -118,6 +129,22 @@ class Attention(nn.Module):
         # The product's own scale is the default one.
         self.query_scale = None if scale is None else scale * self.head_dim**0.5
         self.dropout = dropout or Dropout(0.0)
+        self.window = (None, None) if window is None else window
+        self.soft_cap, self.backend = soft_cap, backend
+        check_backend(backend)
+        AttentionSpec(window=self.window, soft_cap=soft_cap)
+        self.register_parameter("sinks", None)
+        if sinks:
+            own = self.heads.stop - self.heads.start
+            self.sinks = nn.Parameter(torch.empty(own, device=device, dtype=dtype))
+            mark(self, "sinks", ShardSpec(0, tp))
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
+        """Set sinks to zero, whatever the seed."""
+        if self.sinks is not None:
+            self.sinks.zero_()
 
     def forward(
         self,
@@ -146,7 +173,7 @@ class Attention(nn.Module):
 
         Raises:
             ValueError: ``positions`` are not those of T tokens, ``dropout_index`` is missing, or
-                see ``causal_attention``.
+                see ``attention``.
         """
         q, k, v = apply_each(x_TH, self.q_proj, self.k_proj, self.v_proj)
         gate = None
@@ -170,14 +197,16 @@ class Attention(nn.Module):
         q = q if self.query_scale is None else q * self.query_scale
         rows = q.shape[:-3]
         q, k, v = (y.reshape(-1, *y.shape[-3:]) for y in (q, k, v))
-        y = causal_attention(
-            q,
-            k,
-            v,
+        spec = AttentionSpec(
             cu_seqlens=cu_seqlens,
+            max_seqlen=None if cu_seqlens is None else max_seqlen,
             cu_seqlens_padded=cu_seqlens_padded,
-            dropped=self._dropped(dropout_index) if self.dropout.drops else None,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            dropout=self._dropped(dropout_index) if self.dropout.drops else None,
         )
+        y = attention(q, k, v, spec, backend=self.backend)
         y = y.reshape(*rows, y.shape[1], -1)
         return self.o_proj(y if gate is None else y * gate.sigmoid())
 
