@@ -229,14 +229,14 @@ class RowParallelLinear(nn.Module):
             y_TO = linear(x_Ti, self.weight, self.bias)
             return y_TO if self.adapter is None else self.adapter.add(y_TO, x_Ti)
         if not self.input_is_parallel:
-            x_Ti = _cut_features(x_Ti, self.spec)
+            x_Ti = cut_features(x_Ti, self.spec)
         y_TO, bias_O = linear(x_Ti, self.weight), self.bias
         if self.adapter is not None:
             y_TO = self.adapter.add(y_TO, x_Ti)
         if not self.sequence_parallel:
             y_TO = reduce_from(y_TO, group=self.group)
         else:
-            _require_even_tokens(x_Ti, self.group)
+            require_even_tokens(x_Ti, self.group)
             y_TO = reduce_scatter_to(y_TO, dim=-2, group=self.group)
             if bias_O is not None:
                 bias_O = copy_to(bias_O, group=self.group)
@@ -324,7 +324,7 @@ def gather_features(y_To: Tensor, spec: ShardSpec) -> Tensor:
     return torch.cat([pieces[first] for first in sorted(pieces)], dim=-1)
 
 
-def _cut_features(x_TI: Tensor, spec: ShardSpec) -> Tensor:
+def cut_features(x_TI: Tensor, spec: ShardSpec) -> Tensor:
     """This rank's features of a whole ``x`` that every rank holds."""
     parts = spec.ranges(x_TI.shape[-1])
     if len(parts) == 1:
@@ -349,7 +349,7 @@ def _require_even(spec: ShardSpec, name: str, *, packed: bool) -> None:
             )
 
 
-def _require_even_tokens(x: Tensor, group: Group) -> None:
+def require_even_tokens(x: Tensor, group: Group) -> None:
     if x.dim() < 2 or x.shape[-2] % group.size:
         count = x.shape[-2] if x.dim() > 1 else "no"
         raise ValueError(
