@@ -12,6 +12,8 @@ READY := $(VENV)/.ready
 JOBS ?= 2
 
 export MEGABLOCKS_REQUIRE_NATIVE := 1
+# Tests start many processes; without this each compiles every module anew where the shell asks so.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all drill check bench clean
 

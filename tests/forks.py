@@ -6,6 +6,7 @@ loaded beforehand is none of ours.
 """
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -141,6 +142,7 @@ if __name__ == "__main__":
 
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    gc.freeze()  # else each process looks through all of it whenever it collects garbage
     become(serve())
     if sys.argv[0] == "-c":
         sys.path[0] = ""
