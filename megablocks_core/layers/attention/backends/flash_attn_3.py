@@ -46,7 +46,7 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, spec: AttentionSpe
 
 
 def _result(given: Any) -> Tensor:
-    # Builds of before August 2025 give the logarithms of denominators too.
+    # Some builds give the logarithms of denominators too.
     return given[0] if isinstance(given, tuple) else given
 
 

@@ -44,7 +44,8 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKW: Tensor, spec: AttentionSpe
     if spec.sinks is None:
         y = attend(q, k, v, **options)
     else:
-        y, lse_BNT = attend(q, k, v, return_lse=True, **options)
+        y, aux = attend(q, k, v, return_aux=_logarithms(), **options)
+        lse_BNT = aux.lse
         # What the softmax over keys alone makes too much of.
         kept_BNT = (lse_BNT - spec.sinks.to(lse_BNT.dtype).view(-1, 1)).sigmoid()
         y = y * kept_BNT.unsqueeze(-1).to(y.dtype)
@@ -160,6 +161,12 @@ def _sees_own(
 
 def _capped(cap: float, score: Tensor, b: Any, h: Any, t: Any, s: Any) -> Tensor:
     return cap * (score / cap).tanh()
+
+
+def _logarithms() -> Any:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 def _function(compiled: bool) -> Callable[..., Any]:

@@ -82,7 +82,8 @@ def _by_blocks(
     left, right = spec.limits
     offset, first = keys - tokens, first_seeing(tokens, keys, spec)
     block = tokens if left is None else max(left + (right or 0), _BLOCK)
-    outputs = [q.new_zeros(*q.shape[:2], first, v.shape[-1])]
+    # No queries over all keys: queries that see none have gradients too, zeros.
+    outputs = [pad(_product(q[:, :, :0], k, v, scale=scale), (0, 0, 0, first))]
     for start in range(first, tokens, max(block, 1)):
         stop = min(start + block, tokens)
         low = 0 if left is None else max(start + offset - left, 0)
@@ -94,4 +95,4 @@ def _by_blocks(
             for x in (k, v)
         )
         outputs.append(_product(q[:, :, start:stop], own_k, own_v, scale=scale, mask=seen))
-    return torch.cat(outputs, 2) if first or len(outputs) != 2 else outputs[1]
+    return torch.cat(outputs if first or len(outputs) == 1 else outputs[1:], 2)
