@@ -21,10 +21,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import kernels, sequences
-from benchmarks.gpu.checks import Check
+from benchmarks.gpu import attention, kernels, low_precision, sequences
+from benchmarks.gpu.checks import Absent, Check
 
-CHECKS: list[Check] = [*kernels.CHECKS, *sequences.CHECKS]
+CHECKS: list[Check] = [
+    *kernels.CHECKS,
+    *sequences.CHECKS,
+    *attention.CHECKS,
+    *low_precision.CHECKS,
+]
 SECONDS = 220  # A check that has not started by then is skipped.
 
 
@@ -67,6 +72,8 @@ def _outcome(check: Check, device: torch.device, *, late: bool) -> dict[str, Any
     start = time.perf_counter()
     try:
         figures = check.run(device)
+    except Absent as absent:
+        return {"status": "skipped", "why": str(absent)}
     except Exception:  # a failed check is an outcome, and the others run
         return {"status": "failed", "error": traceback.format_exc()}
     seconds = round(time.perf_counter() - start, 2)
@@ -78,7 +85,7 @@ def _machine(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         named |= {"gpu": torch.cuda.get_device_name(device), "architecture": f"sm_{major}{minor}"}
-    for package in ("torch", "triton"):
+    for package in ("torch", "triton", "transformer-engine", "flash-attn", "torchao"):
         try:
             named[package] = version(package)
         except PackageNotFoundError:

@@ -10,13 +10,17 @@ from torch import Tensor
 Figures = dict[str, Any]
 
 
+class Absent(Exception):
+    """What a check is of is not on this machine; its words say what."""
+
+
 class Check(NamedTuple):
     """Something that must hold on a device.
 
     Attributes:
         name: What is checked.
         needs_cuda: It says nothing on a CPU.
-        run: Raises if it does not hold; gives figures.
+        run: Raises if it does not hold, or ``Absent``; gives figures.
     """
 
     name: str
@@ -44,3 +48,9 @@ def milliseconds(work: Callable[[], Any], *, warm_ups: int = 5, rounds: int = 20
         end.synchronize()
         times.append(start.elapsed_time(end))
     return round(median(times), 4)
+
+
+def product_rate(device: torch.device, size: int = 8192) -> float:
+    """Operations a second of a large product in bfloat16, which is the limit for others."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / (milliseconds(lambda: a @ b) / 1e3)

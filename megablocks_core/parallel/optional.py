@@ -1,6 +1,8 @@
 """What is taken from packages that are installed at will, at the moment it is used."""
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -17,3 +19,8 @@ def imported(module: str, name: str, *, extra: str) -> Any:
         raise ImportError(
             f"{name} needs {package}: pip install 'megablocks-core[{extra}]'"
         ) from error
+
+
+def is_installed(module: str) -> bool:
+    """Whether a top-level module is there to be imported; it is not."""
+    return module in sys.modules or find_spec(module) is not None

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megablocks_core.parallel.optional import imported
+from megablocks_core.parallel.optional import imported, is_installed
 
 
 def test_what_is_installed_is_taken():
@@ -21,3 +21,9 @@ def test_a_missing_package_names_its_extra(monkeypatch):
 def test_a_function_that_is_missing_is_told_apart():
     with pytest.raises(AttributeError):
         imported("math", "no_such_function", extra="x")
+
+
+def test_a_module_is_there_or_not(monkeypatch):
+    assert is_installed("json") and not is_installed("no_such_module")
+    monkeypatch.setitem(sys.modules, "no_such_module", math)
+    assert is_installed("no_such_module")

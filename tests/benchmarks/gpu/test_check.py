@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 
-from benchmarks.gpu import check, kernels, sequences
-from benchmarks.gpu.checks import Check, error_of
+from benchmarks.gpu import attention, check, kernels, low_precision, sequences
+from benchmarks.gpu.checks import Absent, Check, error_of
 from megablocks_core.layers.kernels import triton_serves
 from megablocks_core.layers.kernels.plain import Plain
 from megablocks_core.layers.ssm import causal_conv1d
 from megablocks_core.layers.ssm.functions.convolution import taps
+from tests.parallel.transformer_engine import fake
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without CUDA")
@@ -36,6 +37,14 @@ def test_a_failed_check_is_an_outcome_and_the_others_run(monkeypatch, capsys):
     assert first["status"] == "failed" and "seven is above six" in first["error"]
     assert second["status"] == "passed" and second["figures"] == {"a": 1}
     assert check.main(["two"]) == 0
+
+
+def test_a_check_of_what_is_not_installed_is_skipped_by_name():
+    def absent(device):
+        raise Absent("such a package is not installed")
+
+    (outcome,) = check.run([Check("absent", False, absent)])["checks"]
+    assert outcome["status"] == "skipped" and outcome["why"] == "such a package is not installed"
 
 
 def test_checks_that_come_too_late_are_skipped():
@@ -80,6 +89,38 @@ def test_a_wrong_kernel_of_sequences_is_found(monkeypatch):
     monkeypatch.setattr(sequences, "causal_conv1d", wrong)
     with pytest.raises(AssertionError, match="is above"):
         sequences.against_float64(sequences.PARTS["the convolution"], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flex"])
+def test_wrong_attention_is_found(monkeypatch, name):
+    monkeypatch.setattr(attention, "REQUESTS", {"rows": attention.REQUESTS["rows"]})
+    compute = attention.attention
+
+    def wrong(*tensors, backend):
+        return compute(*tensors, backend=backend) * (1 if backend == "naive" else 1.02)
+
+    monkeypatch.setattr(attention, "attention", wrong)
+    with pytest.raises(AssertionError, match="rows, torch.float32: .* is above"):
+        attention.against_twin(name, torch.device("cpu"))
+
+
+def test_a_package_that_is_missing_has_no_figures(monkeypatch):
+    monkeypatch.setattr(attention, "is_installed", lambda module: False)
+    with pytest.raises(Absent, match="flash_attn is not installed"):
+        attention.against_twin("flash_attn", torch.device("cpu"))
+
+
+def test_checks_of_transformer_engine_hold_for_one_in_plain_torch(monkeypatch):
+    kept = {name: low_precision.RECIPES[name] for name in ("delayed scaling", "current scaling")}
+    monkeypatch.setattr(low_precision, "RECIPES", kept)
+    monkeypatch.setattr(low_precision, "_unserved", lambda recipe: "")
+    device = torch.device("cpu")
+    with fake.installed():
+        for work in (low_precision.layers, low_precision.experts, low_precision.recipes):
+            assert 0 < max(work(device).values()) < 1e-2
+        monkeypatch.setattr(fake.Linear, "forward", lambda layer, x: (x @ layer.weight.t()) * 1.02)
+        with pytest.raises(AssertionError, match="is above"):
+            low_precision.recipes(device)
 
 
 def test_plain_turns_the_kernels_off():
