@@ -62,7 +62,7 @@ def over_cut(
         ValueError: A tensor does not have this rank's tokens, or more than one row of documents, or
             ranks cut otherwise.
     """
-    parts = [_parts(x, cut) for x in tensors]
+    parts = [parts_of(x, cut) for x in tensors]
     pieces = list(zip(*parts, strict=True))
     documents = [cut.piece_cu_seqlens(index) for index in range(len(pieces))]
     maps = [
@@ -87,7 +87,8 @@ def halo(x: Tensor, *, cut: SequenceCut, width: int) -> list[Tensor]:
     """The ``width`` tokens before each of this rank's pieces [B width C], zeros before the first.
 
     They may belong to other documents, and lie on several ranks if pieces are short. One
-    all-to-all of at most ``width`` tokens a piece, and in backward one that sums their gradients.
+    all-to-all of at most ``width`` tokens a piece, and in backward one that sums their gradients;
+    one rank has nothing before its piece and sends nothing.
 
     Args:
         x: This rank's tokens [B l C].
@@ -97,7 +98,9 @@ def halo(x: Tensor, *, cut: SequenceCut, width: int) -> list[Tensor]:
     Raises:
         ValueError: ``x`` does not have this rank's tokens, or more than one row of documents.
     """
-    parts = _parts(x, cut)
+    parts = parts_of(x, cut)
+    if cut.group.size == 1:
+        return [x.new_zeros(x.shape[0], width, x.shape[2])]
     if width == 0:
         return [part[:, :0] for part in parts]
     sent = [_sent(parts, cut, rank, width) for rank in range(cut.group.size)]
@@ -177,8 +180,12 @@ def documents_of(
     return cut.cu_seqlens
 
 
-def _parts(x: Tensor, cut: SequenceCut) -> list[Tensor]:
-    """A tensor's entries in each of this rank's pieces."""
+def parts_of(x: Tensor, cut: SequenceCut) -> list[Tensor]:
+    """A tensor's entries in each of this rank's pieces.
+
+    Raises:
+        ValueError: ``x`` does not have this rank's tokens, or more than one row of documents.
+    """
     if cut.cu_seqlens is not None and x.shape[0] != 1:
         raise ValueError(f"cu_seqlens must come with one row of tokens, not {x.shape[0]}")
     entries = x.shape[1] // cut.local_length if cut.local_length else 1
@@ -187,6 +194,8 @@ def _parts(x: Tensor, cut: SequenceCut) -> list[Tensor]:
             f"x of shape {tuple(x.shape)} must have the {cut.local_length} tokens of this rank "
             "on dim 1"
         )
+    if len(cut.pieces) == 1:
+        return [x]  # a split would cost backward a copy
     return list(x.split([entries * (stop - start) for start, stop in cut.pieces], dim=1))
 
 

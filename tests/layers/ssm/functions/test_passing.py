@@ -288,6 +288,9 @@ def _check_halo(cut, width, size):
                 assert_close(found[index], padded[:, start : start + width], rtol=0, atol=0)
         elif rank == cut.group.rank:
             assert found[index].shape == (2, width, 3) and not found[index].any()
+    if size == 1:
+        assert not forward.counts() and not found[0].requires_grad
+        return
     own = [slopes[number] for number, place in enumerate(cut.order) if place[0] == cut.group.rank]
     with Traffic() as backward:
         (torch.stack(found) * torch.stack(own)).sum().backward()

@@ -19,7 +19,13 @@ from megablocks_core.layers.ssm.functions.convolution.edges import (
     with_initial_states,
 )
 from megablocks_core.layers.ssm.functions.convolution.taps import convolve
-from megablocks_core.layers.ssm.functions.passing import documents_of, final_state, halo, tied
+from megablocks_core.layers.ssm.functions.passing import (
+    documents_of,
+    final_state,
+    halo,
+    parts_of,
+    tied,
+)
 from megablocks_core.layers.ssm.functions.steps import wide
 from megablocks_core.parallel.checks import check_flags
 from megablocks_core.parallel.sequence import SequenceCut
@@ -78,7 +84,7 @@ def causal_conv1d(
     _check_state(initial_state, x, weight, documents)
     state = None if initial_state is None else initial_state.to(x.dtype)
     before = halo(x, cut=cut, width=weight.shape[1] - 1)
-    parts = x.split([stop - start for start, stop in cut.pieces], dim=1)
+    parts = parts_of(x, cut)
     if documents is None and state is not None:
         starts = [start for start, _ in cut.pieces]
         before = [carried(state, x, start) for x, start in zip(before, starts, strict=True)]

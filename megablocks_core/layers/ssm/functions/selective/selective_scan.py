@@ -56,10 +56,10 @@ def selective_scan(
     optional = {"D": D, "initial_state": initial_state}
     check_arguments(optional, cu_seqlens=cu_seqlens, x=x, dt=dt, A=A, B=B, C=C)
     _check(x, dt, A, B, C, D)
-    y, state = over_sequence(
+    return over_sequence(
         NAME,
         (x, dt, B, C),
-        (A,),
+        (A,) if D is None else (A, D),
         state_shape=tuple(A.shape),
         dtype=wide(x),
         chunk_size=chunk_size,
@@ -68,7 +68,6 @@ def selective_scan(
         cut=cut,
         return_final_state=return_final_state,
     )
-    return (y if D is None else y + (D * x).to(y.dtype)), state
 
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> None:

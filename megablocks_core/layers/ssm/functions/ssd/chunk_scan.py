@@ -40,11 +40,12 @@ def ssd_chunk_scan(
     """``s = exp(dt A) s + dt x B^T``; ``y = s C + D x``, of every head.
 
     Computed in at least float32, also under autocast; a decay below exp(-60) (exp(-600) in
-    float64) counts as none left. Kept for backward are the arguments and the state before every
-    few chunks, and with documents whose final states are wanted the one before each chunk;
-    backward computes chunks again. Its twin is ``ssd_recurrence``, and one token's step
-    ``ssd_step``. Sends nothing but, under a cut, what ``over_cut`` does: one all-gather of
-    [B H] decays and [B H P N] states, and in backward one reduce-scatter.
+    float64) counts as none left. Kept for backward are the arguments, the state before every
+    eighth chunk (before each, with documents whose final states are wanted), and 8 bytes a token
+    that tell its document; backward computes chunks again, and so does it what reduces tokens to
+    a state under a cut. Its twin is ``ssd_recurrence``, and one token's step ``ssd_step``. Sends
+    nothing but, under a cut, what ``over_cut`` does: one all-gather of [B H] decays and [B H P N]
+    states, and in backward one reduce-scatter.
 
     Where ``mamba_ssm``'s ``mamba_chunk_scan_combined`` differs:
 

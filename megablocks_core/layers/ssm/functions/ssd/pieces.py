@@ -14,13 +14,13 @@ from torch import Tensor
 from megablocks_core.layers.ssm.functions.documents import document_of_token
 from megablocks_core.layers.ssm.functions.ssd import spoilt
 from megablocks_core.layers.ssm.functions.ssd.chunks import Inputs
-from megablocks_core.layers.ssm.functions.ssd.decays import decay_of
 from megablocks_core.layers.ssm.functions.ssd.document_states import (
     Tokens,
     entries_of_documents,
     final_states_of_documents,
 )
 from megablocks_core.layers.ssm.functions.ssd.operation import chunked_scan
+from megablocks_core.layers.ssm.functions.ssd.reduction import reduced
 from megablocks_core.layers.ssm.functions.steps import wide
 
 
@@ -97,29 +97,19 @@ def state_map(
     Returns:
         Transition [B H 1 1] and state [B H P N].
     """
-    kind, bad_L = wide(x), None
-    if cu_seqlens is not None and x.shape[1]:
-        bad_L = spoilt.bad_tokens((x, dt, B))
-        x, dt, B = spoilt.without_bad_tokens((x, dt, B))
-    dt_BLH = dt.to(kind)
-    log_BLH = (dt_BLH * piece.A.to(kind)).double()
-    document_L = None
-    if cu_seqlens is not None and x.shape[1]:
-        document_L = document_of_token(cu_seqlens, x.shape[1])
-        same_L = document_L == document_L[-1]
-        log_BLH, dt_BLH = (torch.where(same_L[:, None], each, 0) for each in (log_BLH, dt_BLH))
-    whole_BH = log_BLH.sum(1)
-    leave_BLH = decay_of((whole_BH[:, None] - log_BLH.cumsum(1)).to(kind))
-    weighed = x.to(kind) * (dt_BLH * leave_BLH)[..., None]
-    grouped = weighed.unflatten(2, (B.shape[2], -1))
-    state = torch.einsum("blgjp,blgn->bgjpn", grouped, B.to(kind)).flatten(1, 2)
-    transition = decay_of(whole_BH.to(kind))[..., None, None]
-    if document_L is None or bad_L is None:
-        return transition, state
-    state = state.masked_fill((bad_L & (document_L == document_L[-1])).any(), torch.nan)
+    if cu_seqlens is None or not x.shape[1]:
+        whole_BH, state = reduced(x, dt, piece.A, B, None)
+        return whole_BH[..., None, None], state
+    bad_L = spoilt.bad_tokens((x, dt, B))
+    x, dt, B = spoilt.without_bad_tokens((x, dt, B))
+    document_L = document_of_token(cu_seqlens, x.shape[1])
+    counted_L = document_L == document_L[-1]
+    whole_BH, state = reduced(x, dt, piece.A, B, counted_L)
+    transition = whole_BH[..., None, None]
+    state = state.masked_fill((bad_L & counted_L).any(), torch.nan)
     starts = document_L[0] != document_L[-1]
     if piece.initial_state is not None:
-        initial = _state_of(piece.initial_state.to(kind), document_L[-1:])
+        initial = _state_of(piece.initial_state.to(state.dtype), document_L[-1:])
         state = state + torch.where(starts, transition * initial, 0.0)
     return torch.where(starts, 0.0, transition), state
 

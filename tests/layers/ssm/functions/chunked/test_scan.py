@@ -20,15 +20,14 @@ def test_what_is_saved_is_the_inputs_and_a_state_every_1024_tokens(name, chunk_s
         leaves = kind.leaves(1, length, torch.float32)
         inputs = sum(leaf.nbytes for leaf in leaves)
         states = length // 1024 * bytes_of_state
-        # What is saved of q is q times the scale; D is saved for its product with x.
+        # What is saved of q is q times the scale.
         assert _saved(kind, leaves, chunk_size=chunk_size) == inputs + states
         documents = sums([5, length - 10])  # three, of which each may need a chunk more
         packed = _saved(kind, leaves, chunk_size=chunk_size, cu_seqlens=documents)
         places = length + 3 * chunk_size
-        own = leaves[0].nbytes if name == "selective" else 0  # x beside what is laid out of it
         # Where each place's token is and back, 17 bytes; two numbers of each chunk; a block more.
         most = inputs * places // length + 17 * places + 16 * places // chunk_size
-        assert inputs < packed - own <= most + states + bytes_of_state
+        assert inputs < packed <= most + states + bytes_of_state
 
 
 def _saved(kind, leaves, **options):

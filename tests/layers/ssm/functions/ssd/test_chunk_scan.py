@@ -206,24 +206,43 @@ def test_nothing_is_changed_and_no_layout_is_asked_for():
         assert torch.equal(leaf, old)
 
 
-def test_what_is_kept_grows_with_the_length_alone():
-    def kept(length, **options):
-        total = 0
+def _kept(leaves, **options):
+    """Bytes saved for backward, each storage once."""
+    kept = {}
 
-        def pack(x):
-            nonlocal total
-            total += x.numel() * x.element_size()
-            return x
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
 
-        leaves, _ = _long(length, 1.0, torch.float32, features=64, state=32)
-        with saved_tensors_hooks(pack, lambda x: x):
-            ssd_chunk_scan(*leaves, return_final_state=False, **options)
-        return total, sum(leaf.numel() * 4 for leaf in leaves)
+    with saved_tensors_hooks(pack, lambda x: x):
+        result = ssd_chunk_scan(*leaves, return_final_state=False, **options)
+    assert result is not None
+    return sum(kept.values())
 
-    for options in ({}, {"cu_seqlens": torch.tensor([0, 100, 333])}):
-        (short, inputs), (long, _) = kept(1024, **options), kept(4096, **options)
-        assert long <= 4 * short
-        assert short <= 1.2 * inputs + 8 * 1024
+
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_kept_are_the_arguments_and_the_state_before_every_eighth_chunk(length):
+    """As the docstring says, and so linear in the length."""
+    leaves, _ = _long(length, 1.0, torch.float32, features=64, state=32)
+    held = sum(leaf.nbytes for leaf in leaves) + 2 * 64 * 32 * 4 * length // (8 * 64)
+    assert _kept(leaves) == held
+    documents = 8 * length
+    assert _kept(leaves, cu_seqlens=torch.tensor([0, 100, 333])) == held + documents
+
+
+@ranks(2)
+def test_under_a_cut_a_few_states_more_are_kept_whatever_the_length():
+    """And with documents another byte a token, besides the 8 that the scan keeps."""
+    group, state = Mesh(cp=2).group("cp"), 4 * 2 * 64 * 32
+    for sums in (None, [0, 100]):
+        more = set()
+        for length in (2048, 8192):
+            leaves, _ = _long(length // 2, 1.0, torch.float32, features=64, state=32)
+            documents = None if sums is None else torch.tensor([*sums, length])
+            cut = SequenceCut(length, cu_seqlens=documents, group=group)
+            told = 0 if sums is None else 9 * length // 2
+            more.add(_kept(leaves, cut=cut) - _kept(leaves) - told)
+        assert len(more) == 1 and 0 <= more.pop() < 4 * state
 
 
 def _packed(leaves, sums):
