@@ -15,6 +15,7 @@ import torch
 
 from megablocks_core.layers.attention.backends import naive
 from megablocks_core.layers.attention.spec import AttentionSpec
+from tests.parallel.transformer_engine.fake_attention import documents
 
 
 def flash_attn_func(
@@ -58,7 +59,7 @@ def flash_attn_varlen_func(
     assert block_table is None
     spec = _spec(softmax_scale, causal, window_size, softcap)
     assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
-    return _documents(q, k, v, cu_seqlens_q, cu_seqlens_q.diff(), max_seqlen_q, spec)
+    return documents(q, k, v, cu_seqlens_q, cu_seqlens_q.diff(), max_seqlen_q, spec)
 
 
 def flash_attn_3_func(
@@ -118,7 +119,7 @@ def flash_attn_3_varlen_func(
         assert torch.equal(seqused_q, seqused_k) and seqused_q.dtype == torch.int32
         lengths = seqused_q
     spec = _spec(softmax_scale, causal, window_size, softcap)
-    return _documents(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, spec)
+    return documents(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, spec)
 
 
 def _spec(softmax_scale, causal, window_size, softcap):
@@ -129,33 +130,6 @@ def _spec(softmax_scale, causal, window_size, softcap):
         soft_cap=softcap or None,
         scale=softmax_scale,
     )
-
-
-def _documents(q, k, v, places, lengths, longest, spec):
-    assert places.dtype == torch.int32 and type(longest) is int
-    inside = torch.zeros(len(q), dtype=torch.bool)
-    pieces = []
-    q, k, v = (_Unwritten.apply(x, inside) for x in (q, k, v))
-    for start, length in zip(places.tolist(), lengths.tolist(), strict=False):
-        own = slice(start, start + min(length, longest))
-        inside[own] = True
-        pieces.append(naive.attend(q[None, own], k[None, own], v[None, own], spec)[0])
-    written = torch.cat(pieces)
-    y = torch.full((len(q), *written.shape[1:]), torch.nan, dtype=q.dtype)
-    return y.index_put((inside.nonzero()[:, 0],), written)
-
-
-class _Unwritten(torch.autograd.Function):
-    """Gradients of tokens of no document are not written."""
-
-    @staticmethod
-    def forward(ctx, x, inside):
-        ctx.inside = inside
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return dy.masked_fill(~ctx.inside.view(-1, 1, 1), torch.nan), None
 
 
 def install(monkeypatch):
