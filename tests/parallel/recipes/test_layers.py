@@ -1,0 +1,213 @@
+"""Rounded layers are the plain ones where nothing is rounded, and one process at any size."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+from megablocks_core.groups import LOCAL, Mesh, Segment, gather_from, gather_whole, scatter_to
+from megablocks_core.parallel import ColumnParallelLinear, RowParallelLinear, add_lora, recompute
+from megablocks_core.parallel.recipes import (
+    MXFP8,
+    NVFP4,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Recipes,
+    emulated_linear_factory,
+)
+from megablocks_core.parallel.recipes.layers import EmulatedColumnLinear, EmulatedRowLinear
+from megablocks_core.testing import ranks
+
+ALL = [DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling(), MXFP8(), NVFP4()]
+
+
+def layer(mode, recipe, group=LOCAL, sizes=(512, 512), **options):
+    torch.manual_seed(0)
+    made = emulated_linear_factory(
+        *sizes, parallel_mode=mode, group=group, dtype=torch.float64, **options
+    )
+    made.recipe = recipe
+    return made
+
+
+def run(module, x, dy):
+    x = x.detach().clone().requires_grad_()
+    module.zero_grad()
+    y = module(x)
+    y.backward(dy)
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_without_a_recipe_it_is_the_plain_layer(mode):
+    kind = {"column": ColumnParallelLinear, "row": RowParallelLinear}[mode]
+    torch.manual_seed(0)
+    plain = kind(6, 4)
+    torch.manual_seed(0)
+    made = emulated_linear_factory(6, 4, parallel_mode=mode)
+    assert list(made.state_dict()) == list(plain.state_dict())
+    x = torch.randn(3, 6)
+    assert torch.equal(made(x), plain(x))
+
+
+@ranks(1, 2, 4)
+def test_layers_are_one_process_at_any_size():
+    tp = Mesh(tp=dist.get_world_size()).group("tp")
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(2, 16, 512, generator=generator).double() for _ in range(2))
+    for recipe in ALL:
+        for mode in ("column", "row"):
+            for sequence_parallel in (False, True):
+                whole = layer(mode, recipe)
+                part = layer(mode, recipe, tp, sequence_parallel=sequence_parallel)
+                own_x, own_dy, join_y, join_x = _cuts(mode, sequence_parallel, tp)
+                for _ in range(2):
+                    y, dx = run(whole, x, dy)
+                    own_y, own_dx = run(part, own_x(x), own_dy(dy))
+                    assert_close(join_y(own_y), y)
+                    assert_close(join_x(own_dx), dx)
+                    gradients = _gathered_gradients(part)
+                    assert_close(gradients["weight"], whole.weight.grad)
+                    assert_close(gradients["bias"], whole.bias.grad)
+                for name, value in whole.named_buffers():
+                    assert_close(part.get_buffer(name), value)
+
+
+def _cuts(mode, sequence_parallel, tp):
+    """How this rank's input and gradient come from whole ones, and whole results from its own."""
+
+    def cut(dim):
+        return lambda x: scatter_to(x, dim=dim, group=tp)
+
+    def joined(dim):
+        return lambda x: gather_from(x, dim=dim, group=tp)
+
+    def same(x):
+        return x
+
+    outside = (cut(-2), joined(-2)) if sequence_parallel else (same, same)
+    if mode == "column":
+        return outside[0], cut(-1), joined(-1), outside[1]
+    return cut(-1), outside[0], outside[1], joined(-1)
+
+
+def _gathered_gradients(module):
+    copy_of = copy.deepcopy(module)
+    for name, parameter in module.named_parameters():
+        copy_of.get_parameter(name).data = parameter.grad
+    return gather_whole(copy_of)
+
+
+@ranks(2)
+def test_packed_parts_and_gathered_outputs():
+    tp = Mesh(tp=2).group("tp")
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).double()
+    parts = (Segment(64), Segment(128))
+    options = {"sizes": (64, 192), "segments": parts}
+    for recipe in (MXFP8(square_weights=True), NVFP4()):
+        whole, part = layer("column", recipe, **options), layer("column", recipe, tp, **options)
+        part.gather_output = True
+        dy = torch.randn(16, 192, generator=torch.Generator().manual_seed(1)).double()
+        (y, dx), (own_y, own_dx) = run(whole, x, dy), run(part, x, dy)
+        assert_close(own_y, y)
+        assert_close(own_dx, dx)
+        assert_close(_gathered_gradients(part)["weight"], whole.weight.grad)
+    # Rows of a whole input are cut here.
+    whole = layer("row", MXFP8(), sizes=(64, 8))
+    torch.manual_seed(0)
+    part = EmulatedRowLinear(64, 8, input_is_parallel=False, group=tp, dtype=torch.float64)
+    part.recipe = MXFP8()
+    assert_close(part(x), whole(x))
+
+
+@ranks(2)
+def test_a_cut_inside_a_block_is_refused():
+    tp = Mesh(tp=2).group("tp")
+    for mode, sizes in (("column", (64, 96)), ("row", (96, 64))):
+        made = layer(mode, None, tp, sizes=sizes)
+        with pytest.raises(ValueError, match="blocks of 32, which must lie on one rank"):
+            made.recipe = MXFP8()
+        assert made.recipe is None
+        made.recipe = NVFP4()
+        made.recipe = CurrentScaling()
+    packed = layer("column", None, tp, sizes=(64, 128), segments=(Segment(32), Segment(96)))
+    with pytest.raises(ValueError, match="cuts of dimension 0 over 2 ranks"):
+        packed.recipe = MXFP8()
+
+
+def test_adapters_stay_in_the_models_dtype():
+    for mode in ("column", "row"):
+        made = layer(mode, MXFP8(), sizes=(64, 32))
+        x = torch.randn(5, 64).double()
+        before = made(x)
+        add_lora(nn.ModuleDict({"a": made}), "a", rank=4, alpha=8)
+        assert torch.equal(made(x), before)
+        with torch.no_grad():
+            made.adapter.b.weight.normal_()
+        added = 2 * (x @ made.adapter.a.weight.t() @ made.adapter.b.weight.t())
+        assert_close(made(x), before + added)
+
+
+def test_a_state_goes_on_from_a_checkpoint_bit_for_bit():
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(16, 64, generator=generator).double() for _ in range(2))
+    for recipe in (DelayedScaling(amax_history_len=4), NVFP4()):
+        first = layer("column", recipe, sizes=(64, 64))
+        for factor in (1.0, 5.0, 0.2):
+            run(first, factor * x, dy)
+        file = io.BytesIO()
+        torch.save(first.state_dict(), file)
+        file.seek(0)
+        again, fresh = layer("column", recipe, sizes=(64, 64)), copy.deepcopy(first)
+        again.load_state_dict(torch.load(file))
+        fresh.fp8.reset()
+        results = []
+        for module in (first, again, fresh):
+            y, dx = run(module, x, dy)
+            results.append((y, dx, module.weight.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results[:2], strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(results[0], results[2], strict=True))
+
+
+def test_copies_pickles_and_new_values():
+    made = layer("column", DelayedScaling(amax_history_len=2), sizes=(32, 32))
+    x = torch.randn(16, 32).double()
+    run(made, x, x)
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert isinstance(other, EmulatedColumnLinear)
+        assert other.recipe == made.recipe
+        assert torch.equal(other.fp8.scale_fwd, made.fp8.scale_fwd)
+        assert other.fp8.scale_fwd is not made.fp8.scale_fwd
+    made.recipe = DelayedScaling(amax_history_len=2)
+    assert made.fp8.scale_fwd[0] != 1  # an equal recipe keeps the state
+    made.reset_parameters()
+    assert made.fp8.scale_fwd.tolist() == [1.0, 1.0, 1.0]
+    made.recipe = None
+    assert list(made.state_dict()) == ["weight", "bias"]
+
+
+def test_a_model_of_layers_is_recomputed_to_the_bit():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        emulated_linear_factory(32, 64, parallel_mode="column"),
+        nn.GELU(),
+        emulated_linear_factory(64, 32, parallel_mode="row"),
+    )
+    Recipes({"0": DelayedScaling(), "2": NVFP4()}).apply(model)
+    other = copy.deepcopy(model)
+    x = torch.randn(16, 32)
+    for _ in range(2):
+        model(x).square().sum().backward()
+        recompute(other, x).square().sum().backward()
+    for (_, first), (_, second) in zip(
+        model.named_parameters(), other.named_parameters(), strict=True
+    ):
+        assert torch.equal(first.grad, second.grad)
+    for name, value in model.named_buffers():
+        assert torch.equal(value, other.get_buffer(name))
