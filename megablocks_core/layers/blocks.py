@@ -33,6 +33,7 @@ class BlockBuilder:
         rotary: Turns queries and keys; ``None``: nothing does.
         norm: Builds a norm from its size, ``device`` and ``dtype``.
         experts: As of ``Decoder``.
+        attention_backend: As of ``Decoder``.
         projections: ``linear``, ``tp``, ``sequence_parallel``, ``device`` and ``dtype`` of every
             layer.
     """
@@ -45,10 +46,12 @@ class BlockBuilder:
         rotary: RotaryEmbedding | None,
         norm: Callable[..., nn.Module],
         experts: Callable[..., nn.Module] | None,
+        attention_backend: str,
         projections: dict[str, Any],
     ) -> None:
         self.spec, self.mesh, self.rotary = spec, mesh, rotary
         self.norm, self.experts, self.projections = norm, experts, projections
+        self.attention_backend = attention_backend
 
     def blocks(self, prefix: str) -> list[nn.Module]:
         """All blocks in order; the parameters of block n are called ``{prefix}.{n}...``."""
@@ -108,6 +111,7 @@ class BlockBuilder:
             projection_norm_eps=spec.norm_eps if spec.qk_norm == "projection" else None,
             clip=spec.clip_qkv,
             gated=spec.gated_attention,
+            backend=self.attention_backend,
             **self.projections,
         )
 

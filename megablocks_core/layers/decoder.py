@@ -112,12 +112,13 @@ class Decoder(nn.Module):
         experts: Builds the experts of mixtures in place of ``GroupedExperts``, and is called as
             it is; where ``spec.moe`` is ``None``, the feed-forward layers in place of
             ``GatedMLP``, and is called as that. Its modules mark what they cut.
+        attention_backend: What computes attention; see ``attention``.
         device: Of the parameters.
         dtype: Of the parameters.
 
     Raises:
         ValueError: Sizes do not divide evenly over ``tp``, the mesh has an axis that is not
-            served (``pp``, ``cp``), or ``recompute`` names no module.
+            served (``pp``, ``cp``), ``recompute`` names no module, or there is no such back end.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Decoder(nn.Module):
         linear: LinearFactory | None = None,
         norm: Callable[..., nn.Module] | None = None,
         experts: Callable[..., nn.Module] | None = None,
+        attention_backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -156,6 +158,7 @@ class Decoder(nn.Module):
             rotary=self.rotary,
             norm=make_norm,
             experts=experts,
+            attention_backend=attention_backend,
             projections={"linear": linear or blank_linear, "tp": self.tp, **parallel},
         ).blocks("model.layers")
         # Values are drawn once, at the end.

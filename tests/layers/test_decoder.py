@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from megablocks_core.groups import Mesh, gather_whole, load_whole, marks, own_slices
-from megablocks_core.layers import Decoder, DecoderSpec, GatedMLP
+from megablocks_core.layers import Attention, Decoder, DecoderSpec, GatedMLP
 from megablocks_core.parallel import (
     linear_cross_entropy,
     reset_parameters,
@@ -242,6 +242,23 @@ def test_injected_projections_and_norms_are_used():
     assert_close(injected(TOKENS).logits, own(TOKENS).logits)
 
 
+@pytest.mark.parametrize("documents", [None, [0, 3, 3, 6]])
+def test_the_back_end_of_attention_is_chosen(documents):
+    own = Decoder(SPEC, dtype=F64)
+    chosen = Decoder(SPEC, attention_backend="naive", dtype=F64)
+    chosen.load_state_dict(own.state_dict())
+    packed = {} if documents is None else {"cu_seqlens": torch.tensor(documents)}
+    tokens = TOKENS if documents is None else TOKENS[:1]
+    results = [decoder(tokens, **packed).logits for decoder in (own, chosen)]
+    gradients = [
+        torch.autograd.grad(logits.sin().sum(), list(decoder.parameters()))
+        for logits, decoder in zip(results, (own, chosen), strict=True)
+    ]
+    assert_close(*results)
+    assert_close(*gradients)
+    assert {part.backend for part in chosen.modules() if isinstance(part, Attention)} == {"naive"}
+
+
 class _TwoExperts(nn.Module):
     """Feed-forward layers whose results are averaged."""
 
@@ -275,6 +292,7 @@ def test_injected_experts_equal_one_process():
         ({"recompute": "block"}, "modules='block' must name modules of the Decoder"),
         ({"mesh": Mesh(world_size=2, rank=0, pp=2)}, "mesh axis pp=2"),
         ({"mesh": Mesh(world_size=2, rank=0, cp=2)}, "mesh axis cp=2"),
+        ({"attention_backend": "flash"}, "backend='flash' must be one of auto, "),
     ],
 )
 def test_what_is_not_served_raises(arguments, message):
