@@ -16,6 +16,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -102,6 +103,25 @@ class Staging:
         self.files[ending] = file
         return file
 
+    def adopt(
+        self, ending: str, path: str | os.PathLike[str], digest: "xxhash.xxh3_128"
+    ) -> "HashedFile":
+        """Take a file that was written elsewhere, and the hash of all of it, as one of the files.
+
+        It keeps its own name too, so that a kill loses nothing; where the file system gives no
+        second name, it is copied.
+        """
+        with _locked(self.prefix):  # in whose absence others look for a lock on the token file
+            self.files.pop(ending).file.close()
+            os.remove(target := staged(self.prefix, self.build, ending))
+            try:
+                os.link(path, target)
+            except OSError:
+                shutil.copyfile(path, target)
+            self.files[ending] = HashedFile(target, digest)
+            fcntl.flock(self.files[ending].file, fcntl.LOCK_EX)
+        return self.files[ending]
+
     def publish(
         self, manifest: Callable[[dict[str, FileRecord]], Manifest], *, grown: bool
     ) -> None:
@@ -151,12 +171,17 @@ class Staging:
 
 
 class HashedFile:
-    """A new file that counts and hashes what is written to it, in order."""
+    """A new file that counts and hashes what is written to it, in order.
 
-    def __init__(self, path: str) -> None:
+    With a ``digest`` it is an old one, which that is the hash of.
+    """
+
+    def __init__(self, path: str, digest: "xxhash.xxh3_128 | None" = None) -> None:
         self.path = path
-        self.file: BinaryIO = open(path, "xb", buffering=1 << 20)  # noqa: SIM115
-        self._size, self._hash = 0, xxhash.xxh3_128()
+        mode = "xb" if digest is None else "ab"
+        self.file: BinaryIO = open(path, mode, buffering=1 << 20)  # noqa: SIM115
+        self._size = os.fstat(self.file.fileno()).st_size
+        self._hash = xxhash.xxh3_128() if digest is None else digest
 
     def write(self, data: bytes | memoryview, /) -> None:
         """Append bytes."""

@@ -1,0 +1,149 @@
+"""A unit of work, from its texts to what is written of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from megablocks_core.data.tokenize.encoders import Encoder, Ids, open_encoder
+from megablocks_core.data.tokenize.fast_engine import HF, open_fast
+from megablocks_core.data.tokenize.reading import Bad, UnitReader
+from megablocks_core.data.tokenize.units import Unit
+
+_BATCH = 1 << 20  # characters that are encoded at a time
+
+
+class Settings(NamedTuple):
+    """What decides the ids of a unit.
+
+    Attributes:
+        tokenizer: Its spec.
+        engine: Not "auto".
+        end: The id that ends each document, if one does.
+        dtype: Of the ids.
+        key: Of the text.
+        max_bytes: Of a line or text.
+    """
+
+    tokenizer: str
+    engine: str
+    end: int | None
+    dtype: str
+    key: str
+    max_bytes: int
+
+
+class Encoded(NamedTuple):
+    """Of one unit.
+
+    Attributes:
+        ids: Of all documents, end to end.
+        lengths: Of each, int32.
+        hashes: The content hash of each, uint64.
+        empty: Texts that have no ids.
+        bad: What is no text.
+        lines: Lines or rows.
+        text_bytes: In UTF-8, of what became documents.
+        inner_ends: Ids equal to the end within documents, which came of the text.
+        pieces: Hashes of the pieces of the files.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    hashes: np.ndarray
+    empty: int
+    bad: list[Bad]
+    lines: int
+    text_bytes: int
+    inner_ends: int
+    pieces: bytes
+
+
+class UnitEncoder:
+    """Encodes units, each by itself; the same unit gives the same anywhere."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._dtype = np.dtype(settings.dtype)
+        plain = open_encoder(settings.tokenizer)
+        fast = settings.engine != HF
+        self._encoder: Encoder = open_fast(settings.tokenizer, plain) if fast else plain
+        self._reader = UnitReader(settings.key, settings.max_bytes)
+
+    def encode(self, unit: Unit) -> Encoded:
+        """What is written of a unit."""
+        read = self._reader.read(unit)
+        bad, text_bytes, parts = list(read.bad), 0, []
+        for start, stop in _batches(read.texts):
+            texts, places = read.texts[start:stop], read.places[start:stop]
+            parts.append(self._ids(texts, places, bad))
+            text_bytes += sum(map(_utf8_bytes, texts))
+        lengths = np.concatenate([part.lengths for part in parts] or [np.empty(0, np.int64)])
+        ids = np.concatenate([part.ids for part in parts] or [np.empty(0, self._dtype)])
+        documents = lengths[lengths > 0]
+        end, inner = self.settings.end, 0
+        if end is not None:
+            inner = int(np.count_nonzero(ids == end))
+            ids = np.insert(ids, np.cumsum(documents), end)
+            documents = documents + 1
+        return Encoded(
+            ids=ids,
+            lengths=documents.astype(np.int32),
+            hashes=content_hashes(ids, documents),
+            empty=int(len(lengths) - len(documents)) - (len(bad) - len(read.bad)),
+            bad=sorted(bad),
+            lines=read.lines,
+            text_bytes=text_bytes,
+            inner_ends=inner,
+            pieces=read.pieces,
+        )
+
+    def _ids(self, texts: list[str], places: list[tuple[int, int]], bad: list[Bad]) -> Ids:
+        """The ids of texts; one that the tokenizer fails on is bad, and has none."""
+        try:
+            return self._checked(self._encoder.encode(texts))
+        except BaseException as error:  # a panic of an engine in Rust is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
+            if len(texts) == 1:
+                bad.append(Bad(*places[0], "cannot be encoded by the tokenizer"))
+                return Ids(np.empty(0, self._dtype), np.zeros(1, np.int64))
+        each = [self._ids([text], [place], bad) for text, place in zip(texts, places, strict=True)]
+        return Ids(
+            np.concatenate([part.ids for part in each]),
+            np.concatenate([part.lengths for part in each]),
+        )
+
+    def _checked(self, found: Ids) -> Ids:
+        """Ids in the dtype of the dataset, in which none may wrap."""
+        limit = self._encoder.vocab_size
+        if len(found.ids) and int(found.ids.max()) >= limit:
+            raise ValueError(f"token id {found.ids.max()} must be below {limit}")
+        return Ids(found.ids.astype(self._dtype), found.lengths)
+
+
+def content_hashes(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The hash of each document as ``content.ContentHash`` has it, uint64."""
+    wide = ids.astype("<i8").data
+    hashes, start = np.empty(len(lengths), np.uint64), 0
+    for index, stop in enumerate(np.cumsum(lengths).tolist()):
+        hashes[index] = xxhash.xxh3_64_intdigest(wide[start:stop])
+        start = stop
+    return hashes
+
+
+def _batches(texts: list[str]) -> list[tuple[int, int]]:
+    """Ranges of texts of about ``_BATCH`` characters."""
+    found, start, size = [], 0, 0
+    for index, text in enumerate(texts):
+        size += len(text)
+        if size >= _BATCH or index == len(texts) - 1:
+            found.append((start, index + 1))
+            start, size = index + 1, 0
+    return found
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
