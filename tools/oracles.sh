@@ -59,8 +59,8 @@ build() {
         ;;
     transformer-engine)  # with flash-attn: for signatures alone, nothing of CUDA is built
         install einops==0.8.2 onnx==1.23.2 onnxscript==0.7.2 importlib-metadata==10.2.0 pydantic \
-            setuptools wheel
-        install --no-deps transformer-engine==2.20.2
+            setuptools triton==3.9.0 wheel
+        install --no-deps transformer-engine==2.20.2 torchao==0.18.0
         FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
             install --no-deps --no-build-isolation flash-attn==2.8.3.post2
         ;;
