@@ -66,7 +66,10 @@ def place_of(name: str, layer: nn.Module) -> Place:
     Raises:
         ValueError: The layer is not served.
     """
-    if type(layer) not in (*_LINEAR, *_EMBEDDING):
+    # A kind of theirs that adds an adapter as they do says so.
+    if type(layer) not in (*_LINEAR, *_EMBEDDING) and not getattr(
+        type(layer), "adds_adapters", False
+    ):
         served = ", ".join(kind.__name__ for kind in (*_LINEAR, *_EMBEDDING))
         raise ValueError(f"{name} is a {kind_of(layer)}; adapters are served on {served}")
     weight, specs = layer.get_parameter("weight"), specs_of(layer, "weight")

@@ -74,6 +74,7 @@ class _Emulated(nn.Module):
     weight: nn.Parameter
     spec: ShardSpec
     group: Group
+    adds_adapters = True  # in the model's own dtype
     _recipe: Recipe | None = None
     _amax_group: Group | None = None
 
