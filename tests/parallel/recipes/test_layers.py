@@ -22,12 +22,13 @@ from megablocks_core.parallel.recipes import (
     emulated_linear_factory,
 )
 from megablocks_core.parallel.recipes.layers import EmulatedColumnLinear, EmulatedRowLinear
+from megablocks_core.parallel.recipes.rounding import block_length
 from megablocks_core.testing import ranks
 
 ALL = [DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling(), MXFP8(), NVFP4()]
 
 
-def layer(mode, recipe, group=LOCAL, sizes=(512, 512), **options):
+def layer(mode, recipe, group=LOCAL, sizes=(64, 64), **options):
     torch.manual_seed(0)
     made = emulated_linear_factory(
         *sizes, parallel_mode=mode, group=group, dtype=torch.float64, **options
@@ -60,12 +61,16 @@ def test_without_a_recipe_it_is_the_plain_layer(mode):
 def test_layers_are_one_process_at_any_size():
     tp = Mesh(tp=dist.get_world_size()).group("tp")
     generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(2, 16, 512, generator=generator).double() for _ in range(2))
+    wide, narrow = (torch.randn(2, 8, size, generator=generator).double() for size in (512, 24))
     for recipe in ALL:
+        # The least that four ranks can cut.
+        cut = wide[..., : 4 * max(block_length(recipe), 8)]
         for mode in ("column", "row"):
+            x, dy = (narrow, cut) if mode == "column" else (cut, narrow)
+            sizes = (x.shape[-1], dy.shape[-1])
             for sequence_parallel in (False, True):
-                whole = layer(mode, recipe)
-                part = layer(mode, recipe, tp, sequence_parallel=sequence_parallel)
+                whole = layer(mode, recipe, sizes=sizes)
+                part = layer(mode, recipe, tp, sizes, sequence_parallel=sequence_parallel)
                 own_x, own_dy, join_y, join_x = _cuts(mode, sequence_parallel, tp)
                 for _ in range(2):
                     y, dx = run(whole, x, dy)
