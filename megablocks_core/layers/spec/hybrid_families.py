@@ -6,19 +6,8 @@ its parts.
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megablocks_core.layers.spec.block_lists import (
-    read_count,
-    read_pairs,
-    read_singles,
-    write_count,
-    write_layer_types,
-    write_places,
-    write_singles,
-)
 from megablocks_core.layers.spec.entries import (
     KEPT,
     KEPT_OF_EXPERTS,
@@ -29,13 +18,37 @@ from megablocks_core.layers.spec.entries import (
 )
 from megablocks_core.layers.spec.gated_delta import GATED_DELTA
 from megablocks_core.layers.spec.hybrid_family import HybridFamily, Values
+from megablocks_core.layers.spec.mamba_families import MAMBA_FAMILIES
+from megablocks_core.layers.spec.mamba_hybrids import MAMBA_HYBRIDS
 from megablocks_core.layers.spec.mixer_specs import DeltaSpec, Mamba1Spec, Mamba2Spec
 from megablocks_core.layers.spec.moe_spec import MoESpec
-from megablocks_core.layers.spec.pattern import ATTENTION, EXPERTS, FEED_FORWARD, MAMBA
 from megablocks_core.layers.spec.state_spaces import MAMBA1, MAMBA2, write_state_spaces
 
 if TYPE_CHECKING:
     from megablocks_core.layers.spec.decoder_spec import DecoderSpec
+
+_MAY_BE_NULL = {"pad_token_id"}
+# The share of a head's features that are turned.
+_SHARE = "partial_rotary_factor"
+# Entries that say how a model was trained at first, or how fast it runs.
+_OF_TRAINING = (
+    "mamba_ssm_cache_dtype",
+    "moe_shared_expert_overlap",
+    "mtp_layers_block_type",
+    "num_logits_to_keep",
+    "rescale_prenorm_residual",
+    "time_step_floor",
+    "time_step_init_scheme",
+    "time_step_max",
+    "time_step_min",
+    "time_step_scale",
+    "use_associative_scan",
+    "use_mamba_kernels",
+    "use_mambapy",
+    "z_loss_coefficient",
+)
+
+HYBRIDS: dict[str, HybridFamily] = {**MAMBA_FAMILIES, **MAMBA_HYBRIDS, **GATED_DELTA}
 
 
 def read_hybrid(name: str, entries: Entries) -> Values:
@@ -159,318 +172,3 @@ def _written_turns(spec: DecoderSpec, family: HybridFamily) -> Values:
     if family.any_share and spec.head_dim:
         asks[_SHARE] = share_of(spec.rotary_dim or spec.head_dim, spec.head_dim)
     return {"rope_theta": spec.rope_base, "rope_scaling": scaling, **asks}
-
-
-def _derive_mamba(entries: Entries) -> None:
-    hidden = entries.peek("hidden_size") or 0
-    entries.default("intermediate_size", int(entries.take("expand", 2) * hidden))
-    if entries.peek("time_step_rank") in (None, "auto"):
-        entries.take("time_step_rank")
-        entries.default("time_step_rank", math.ceil(hidden / 16))
-
-
-def _derive_mamba2(entries: Entries) -> None:
-    entries.take("time_step_rank")
-    entries.take("intermediate_size")
-    _check_expand(entries, "expand", "num_heads", "head_dim")
-
-
-def _derive_nemotron(entries: Entries) -> None:
-    entries.take("expand")  # The product of heads is what its layers have.
-    # transformers clamps by the first of these and does not read the second.
-    low = entries.take("time_step_min", 0.001)
-    entries.take("time_step_limit")
-    entries.default("time_step_limit", (low, math.inf))
-    shared = entries.take("n_shared_experts", 1)
-    if shared != 1:
-        raise ValueError(f"n_shared_experts={shared} must be 1")
-
-
-def _derive_attention_heads(entries: Entries) -> None:
-    """Of Bamba and Granite."""
-    hidden, heads = entries.need("hidden_size"), entries.peek("num_attention_heads")
-    entries.default("hidden_size", hidden)
-    if heads:
-        entries.default("num_key_value_heads", heads)
-        entries.default("head_dim", hidden // heads)
-    if entries.peek("mamba_d_head") in (None, "auto"):
-        entries.take("mamba_d_head")
-        inner = entries.peek("mamba_expand") * hidden
-        entries.default("mamba_d_head", inner // entries.peek("mamba_n_heads"))
-    _check_expand(entries, "mamba_expand", "mamba_n_heads", "mamba_d_head")
-
-
-def _check_expand(entries: Entries, expand: str, heads: str, width: str) -> None:
-    factor, hidden = entries.take(expand), entries.peek("hidden_size")
-    if factor is not None and factor * hidden != entries.peek(heads) * entries.peek(width):
-        raise ValueError(
-            f"{expand}={factor} times hidden_size={hidden} must be {heads}={entries.peek(heads)} "
-            f"times {width}={entries.peek(width)}"
-        )
-
-
-_UNTIED = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "initializer_range": "initializer_range",
-}
-_COMMON = {**_UNTIED, "tie_word_embeddings": "tied"}
-# Embeddings of other families treat the token of pads as any other.
-_PADDED = {**_COMMON, "pad_token_id": "pad_token_id"}
-_HEADS = {
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "attention_dropout": "attention_dropout",
-    "head_dim": "head_dim",
-}
-_MAMBA_OF_BAMBA = {
-    "mamba_n_heads": "mamba.num_heads",
-    "mamba_d_head": "mamba.head_dim",
-    "mamba_d_state": "mamba.state_size",
-    "mamba_n_groups": "mamba.num_groups",
-    "mamba_d_conv": "mamba.conv_kernel",
-    "mamba_chunk_size": "mamba.chunk_size",
-    "mamba_proj_bias": "mamba.bias",
-    "mamba_conv_bias": "mamba.conv_bias",
-    "time_step_limit": "mamba.time_step_limit",
-}
-_DEFAULTS_OF_BAMBA = {
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mamba_expand": 2,
-    "mamba_n_heads": 128,
-    "mamba_d_state": 256,
-    "mamba_n_groups": 1,
-    "mamba_d_conv": 4,
-    "mamba_chunk_size": 256,
-    "mamba_proj_bias": False,
-    "mamba_conv_bias": True,
-    "time_step_limit": (0.0, math.inf),
-}
-_DEFAULTS_OF_MAMBA = {
-    "layer_norm_epsilon": 1e-5,
-    "initializer_range": 0.1,
-    "residual_in_fp32": True,
-    "conv_kernel": 4,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "expand": 2,
-}
-_MAY_BE_NULL = {"pad_token_id"}
-# The share of a head's features that are turned.
-_SHARE = "partial_rotary_factor"
-# Entries that say how a model was trained at first, or how fast it runs.
-_OF_TRAINING = (
-    "mamba_ssm_cache_dtype",
-    "moe_shared_expert_overlap",
-    "mtp_layers_block_type",
-    "num_logits_to_keep",
-    "rescale_prenorm_residual",
-    "time_step_floor",
-    "time_step_init_scheme",
-    "time_step_max",
-    "time_step_min",
-    "time_step_scale",
-    "use_associative_scan",
-    "use_mamba_kernels",
-    "use_mambapy",
-    "z_loss_coefficient",
-)
-
-HYBRIDS = {
-    "mamba": HybridFamily(
-        "MambaForCausalLM",
-        Mamba1Spec,
-        read_count,
-        write_count,
-        {
-            "": {
-                **_COMMON,
-                "layer_norm_epsilon": "norm_eps",
-                "residual_in_fp32": "float32_residual",
-                "intermediate_size": "mamba.inner_size",
-                "state_size": "mamba.state_size",
-                "time_step_rank": "mamba.dt_rank",
-                "conv_kernel": "mamba.conv_kernel",
-                "use_bias": "mamba.bias",
-                "use_conv_bias": "mamba.conv_bias",
-            }
-        },
-        {**_DEFAULTS_OF_MAMBA, "state_size": 16, "tie_word_embeddings": True},
-        required={"hidden_act": "silu"},
-        derive=_derive_mamba,
-    ),
-    "mamba2": HybridFamily(
-        "Mamba2ForCausalLM",
-        Mamba2Spec,
-        read_count,
-        write_count,
-        {
-            "": {
-                **_COMMON,
-                "layer_norm_epsilon": "norm_eps",
-                "residual_in_fp32": "float32_residual",
-                "num_heads": "mamba.num_heads",
-                "head_dim": "mamba.head_dim",
-                "state_size": "mamba.state_size",
-                "n_groups": "mamba.num_groups",
-                "conv_kernel": "mamba.conv_kernel",
-                "chunk_size": "mamba.chunk_size",
-                "use_bias": "mamba.bias",
-                "use_conv_bias": "mamba.conv_bias",
-                "time_step_limit": "mamba.time_step_limit",
-            }
-        },
-        {
-            **_DEFAULTS_OF_MAMBA,
-            "num_heads": 128,
-            "head_dim": 64,
-            "state_size": 128,
-            "n_groups": 8,
-            "chunk_size": 256,
-            "time_step_limit": (0.0, math.inf),
-            "tie_word_embeddings": False,
-        },
-        required={"hidden_act": "silu"},
-        derive=_derive_mamba2,
-    ),
-    "nemotron_h": HybridFamily(
-        "NemotronHForCausalLM",
-        Mamba2Spec,
-        read_singles,
-        write_singles,
-        {
-            "": {**_UNTIED, "layer_norm_epsilon": "norm_eps", "mlp_hidden_act": "activation"},
-            MAMBA: {
-                "mamba_num_heads": "mamba.num_heads",
-                "mamba_head_dim": "mamba.head_dim",
-                "ssm_state_size": "mamba.state_size",
-                "n_groups": "mamba.num_groups",
-                "conv_kernel": "mamba.conv_kernel",
-                "chunk_size": "mamba.chunk_size",
-                "use_bias": "mamba.bias",
-                "use_conv_bias": "mamba.conv_bias",
-                "time_step_limit": "mamba.time_step_limit",
-            },
-            ATTENTION: _HEADS,
-            FEED_FORWARD: {"intermediate_size": "ffn_size", "mlp_bias": "mlp_bias"},
-            EXPERTS: {
-                "n_routed_experts": "moe.num_experts",
-                "num_experts_per_tok": "moe.top_k",
-                "moe_intermediate_size": "moe.ffn_size",
-                "moe_shared_expert_intermediate_size": "moe.shared_ffn_size",
-                "mlp_bias": "mlp_bias",
-                "norm_topk_prob": "moe.renormalize",
-                "routed_scaling_factor": "moe.scale",
-                "n_group": "moe.num_groups",
-                "topk_group": "moe.top_k_groups",
-            },
-        },
-        {
-            "initializer_range": 0.02,
-            "layer_norm_epsilon": 1e-5,
-            "mlp_hidden_act": "relu2",
-            "mlp_bias": False,
-            "attention_dropout": 0.0,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "conv_kernel": 4,
-            "n_groups": 8,
-            "chunk_size": 128,
-            "use_bias": False,
-            "use_conv_bias": True,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-        {"gated_mlp": False},
-        {"score": "sigmoid", "selection_bias": True},
-        {
-            "mamba_hidden_act": "silu",
-            "attention_bias": False,
-            "residual_in_fp32": False,
-            "tie_word_embeddings": False,  # transformers ties none of them, whatever is said
-        },
-        derive=_derive_nemotron,
-        expand="",
-    ),
-    "bamba": HybridFamily(
-        "BambaForCausalLM",
-        Mamba2Spec,
-        read_pairs,
-        write_places,
-        {
-            "": {
-                **_PADDED,
-                "rms_norm_eps": "norm_eps",
-                "hidden_act": "activation",
-                "intermediate_size": "ffn_size",
-                "mlp_bias": "mlp_bias",
-            },
-            MAMBA: _MAMBA_OF_BAMBA,
-            ATTENTION: {**_HEADS, "attention_bias": "attention_bias"},
-        },
-        {
-            **_DEFAULTS_OF_BAMBA,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "mlp_bias": False,
-            "pad_token_id": 0,
-        },
-        derive=_derive_attention_heads,
-        expand="mamba_expand",
-        turned=0.5,
-    ),
-    "granitemoehybrid": HybridFamily(
-        "GraniteMoeHybridForCausalLM",
-        Mamba2Spec,
-        read_pairs,
-        write_layer_types,
-        {
-            "": {
-                **_PADDED,
-                "rms_norm_eps": "norm_eps",
-                "hidden_act": "activation",
-                "embedding_multiplier": "embedding_scale",
-                "residual_multiplier": "residual_scale",
-                "logits_scaling": "logits_divisor",
-            },
-            MAMBA: _MAMBA_OF_BAMBA,
-            ATTENTION: {
-                **_HEADS,
-                "attention_bias": "attention_bias",
-                "attention_multiplier": "attention_scale",
-            },
-            FEED_FORWARD: {"shared_intermediate_size": "ffn_size"},
-            EXPERTS: {
-                "num_local_experts": "moe.num_experts",
-                "num_experts_per_tok": "moe.top_k",
-                "intermediate_size": "moe.ffn_size",
-                "shared_intermediate_size": "moe.shared_ffn_size",
-            },
-        },
-        {
-            **_DEFAULTS_OF_BAMBA,
-            "rms_norm_eps": 1e-6,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
-        derive=_derive_attention_heads,
-        expand="mamba_expand",
-        turned=1.0,
-        asks=True,
-    ),
-}
-
-HYBRIDS |= GATED_DELTA
-# The same models with the configs of their authors.
-HYBRIDS |= {
-    MAMBA1: replace(HYBRIDS["mamba"], architecture="MambaLMHeadModel"),
-    MAMBA2: replace(HYBRIDS["mamba2"], architecture="MambaLMHeadModel"),
-}

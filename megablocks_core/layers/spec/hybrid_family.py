@@ -1,4 +1,4 @@
-"""What a family of configs of hybrid models is, as data."""
+"""What a family of configs of hybrid models is, as data, and what most of them have."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from megablocks_core.layers.spec.entries import Entries
 from megablocks_core.layers.spec.mixer_specs import Mamba1Spec, Mamba2Spec
 
 Values = dict[str, Any]
+
+# Entries of models of any blocks, and their fields; those of most can tie the head's weight.
+UNTIED = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "initializer_range": "initializer_range",
+}
+COMMON = {**UNTIED, "tie_word_embeddings": "tied"}
 
 
 @dataclass(frozen=True)
@@ -57,3 +65,17 @@ class HybridFamily:
     def every_entry(self) -> set[str]:
         """The entries of models with any blocks."""
         return {key for table in self.fields.values() for key in table}
+
+
+def check_expand(entries: Entries, expand: str, heads: str, width: str) -> None:
+    """Take how much wider blocks are inside, and refuse heads that are not as wide.
+
+    Raises:
+        ValueError: As said.
+    """
+    factor, hidden = entries.take(expand), entries.peek("hidden_size")
+    if factor is not None and factor * hidden != entries.peek(heads) * entries.peek(width):
+        raise ValueError(
+            f"{expand}={factor} times hidden_size={hidden} must be {heads}={entries.peek(heads)} "
+            f"times {width}={entries.peek(width)}"
+        )
