@@ -6,8 +6,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
-from megablocks_core.groups import Mesh, gather_from
+from megablocks_core.groups import Mesh, ShardSpec, gather_from, gather_whole, marks
 from megablocks_core.layers import Attention, RMSNorm, RotaryEmbedding, on_part
+from megablocks_core.layers.attention import AttentionSpec, attention
+from megablocks_core.parallel import reset_parameters
 from megablocks_core.testing import assert_parallel_equivalence, ranks
 from tests.traffic import Traffic
 
@@ -63,6 +65,56 @@ def test_gates_equal_one_process():
                 loss=_loss,
                 same_start=True,
             )
+
+
+@ranks(1, 2, 4)
+def test_sinks_windows_and_caps_equal_one_process():
+    tp = _tp()
+    for num_kv_heads, options in (
+        (4, {"sinks": True}),
+        (1, {"sinks": True, "window": (2, None), "soft_cap": 3.0}),
+        (2, {"sinks": True, "window": (1, 0), "sequence_parallel": True}),
+    ):
+        inputs = {"x_TH": torch.randn(1, 8, 16), **CASES["documents and a tail"]}
+        cut = options.get("sequence_parallel", False)
+        assert_parallel_equivalence(
+            lambda group, num_kv_heads=num_kv_heads, options=options: _sunk(
+                group, num_kv_heads, **options
+            ),
+            inputs,
+            group=tp,
+            loss=_loss,
+            split=(lambda inputs: _own_tokens(inputs, tp)) if cut else None,
+            join=(lambda y_TH: gather_from(y_TH, dim=-2, group=tp)) if cut else None,
+        )
+
+
+@ranks(2)
+def test_sinks_are_cut_with_the_heads_and_start_at_zero():
+    tp = _tp()
+    layer = _attention(tp, sinks=True)
+    assert layer.sinks is not None
+    (specs,) = (specs for name, _, specs in marks(layer) if name == "sinks")
+    assert specs == (ShardSpec(0, tp),)
+    assert torch.equal(layer.sinks, torch.zeros(2))
+    with torch.no_grad():
+        layer.sinks.copy_(torch.tensor([1.0, 2.0]) + 2 * tp.rank)
+    assert gather_whole(layer)["sinks"].tolist() == [1, 2, 3, 4]
+    reset_parameters(layer, seed=0)
+    assert not layer.sinks.any()
+    assert "sinks" not in dict(_attention(tp).named_parameters())
+
+
+def _sunk(group, num_kv_heads, **options):
+    """A layer whose sinks differ."""
+    layer = _attention(group, num_kv_heads, **options)
+    with torch.no_grad():
+        layer.sinks.copy_(torch.linspace(-1, 2, 4)[layer.heads])
+    return layer
+
+
+def _own_tokens(inputs, tp):
+    return {**inputs, "x_TH": inputs["x_TH"].chunk(tp.size, dim=-2)[tp.rank]}
 
 
 @ranks(1, 2, 4)
@@ -135,6 +187,38 @@ def test_gates_stand_behind_the_query_of_their_head():
     plain.o_proj.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[0]))
     plain(x_TH, positions=positions)
     assert_close(gated(x_TH, positions=positions), plain.o_proj(gates * attended[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "spec"),
+    [
+        ({"window": (2, None)}, {"window": (2, None)}),
+        ({"soft_cap": 0.5}, {"soft_cap": 0.5}),
+        ({"sinks": True}, {"sinks": torch.zeros(2, dtype=torch.float64)}),
+    ],
+)
+def test_what_it_is_told_of_the_product_is_asked_for(options, spec):
+    """With projections that change nothing."""
+    layer = Attention(8, 2, head_dim=4, dtype=torch.float64, **options)
+    for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
+        nn.init.eye_(projection.weight)
+    x_TH = torch.randn(1, 6, 8, dtype=torch.float64)
+    heads = x_TH.unflatten(-1, (2, 4))
+    cu_seqlens = torch.tensor([0, 4, 6])
+    for packed in ({}, {"cu_seqlens": cu_seqlens}):
+        expected = attention(heads, heads, heads, AttentionSpec(**spec, **packed), backend="naive")
+        assert_close(layer(x_TH, positions=torch.arange(6), **packed), expected.flatten(-2))
+
+
+def test_a_back_end_is_taken_by_name():
+    x_TH, positions = torch.randn(5, 16), torch.arange(5)
+    layer = _attention(backend="flash_attn")
+    with pytest.raises(ValueError, match="backend='flash_attn' does not serve .*tensors on cpu"):
+        layer(x_TH, positions=positions)
+    layer.backend = "naive"
+    expected = layer(x_TH, positions=positions)
+    layer.backend = "sdpa"
+    assert_close(layer(x_TH, positions=positions), expected)
 
 
 def test_documents_in_one_row_equal_documents_alone():
@@ -211,6 +295,9 @@ def test_positions_of_other_tokens_raise():
     [
         ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
         ({"num_heads": 3}, "num_heads=3 must divide hidden_size=16"),
+        ({"num_heads": 4, "window": (1, 1)}, "behind the place of a causal query"),
+        ({"num_heads": 4, "soft_cap": -1.0}, "soft_cap=-1.0 must be above 0"),
+        ({"num_heads": 4, "backend": "cudnn"}, "backend='cudnn' must be one of"),
     ],
 )
 def test_bad_sizes_raise(sizes, message):
@@ -229,7 +316,14 @@ def test_heads_that_do_not_divide_over_the_ranks_raise():
 @ranks(1, 2, timeout=300)
 def test_it_compiles_whole():
     tp = _tp()
-    layer = _attention(tp, num_kv_heads=1, sequence_parallel=tp.size > 1, gated=True)
+    layer = _attention(
+        tp,
+        num_kv_heads=1,
+        sequence_parallel=tp.size > 1,
+        gated=True,
+        window=(2, None),
+        sinks=True,
+    )
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for inputs in CASES.values() if tp.size == 1 else [CASES["documents and a tail"]]:
         results = []
