@@ -14,6 +14,9 @@ from megablocks_core.parallel.recipes.recipe import CurrentScaling as CurrentSca
 from megablocks_core.parallel.recipes.recipe import DelayedScaling as DelayedScaling
 from megablocks_core.parallel.recipes.recipe import Recipe as Recipe
 from megablocks_core.parallel.recipes.state import state_for as state_for
+from megablocks_core.parallel.recipes.torchao import (
+    torchao_linear_factory as torchao_linear_factory,
+)
 from megablocks_core.parallel.recipes.transformer_engine import initialise as initialise
 from megablocks_core.parallel.recipes.transformer_engine import (
     to_transformer_engine as to_transformer_engine,

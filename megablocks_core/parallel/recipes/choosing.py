@@ -143,13 +143,13 @@ class Recipes:
             if any(map(_is_expert, chosen)):
                 groups[True] = mesh.expert.group("etp", "edp")
         before = {name: layers[name].recipe for name in choices if _serves(layers[name])}
-        try:
-            for name in before:
+        for name in before:
+            try:
                 layers[name].recipe = choices[name].recipe  # type: ignore[assignment]
-        except ValueError as error:
-            for other, recipe in before.items():
-                layers[other].recipe = recipe  # type: ignore[assignment]
-            raise ValueError(f"layer {name!r}: {error}") from error
+            except (ValueError, ImportError) as error:
+                for other, recipe in before.items():
+                    layers[other].recipe = recipe  # type: ignore[assignment]
+                raise type(error)(f"layer {name!r}: {error}") from error
         for name in before:
             layer: Any = layers[name]
             if groups and choices[name].recipe is not None:

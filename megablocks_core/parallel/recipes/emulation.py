@@ -10,6 +10,7 @@ Dimensions: T tokens, I input features, O output features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,20 @@ from megablocks_core.parallel.recipes.rounding import Chances, Columns, Rounding
 from megablocks_core.parallel.recipes.state import DelayedState, DrawState, State
 
 
+class Engine(NamedTuple):
+    """What computes: how operands are rounded, and the product of two of them.
+
+    Attributes:
+        over_columns: A matrix, by its rounding, for a product that sums over its columns.
+        over_rows: The same for one that sums over its rows.
+        product: Of two matrices that these gave, or of wide ones.
+    """
+
+    over_columns: Callable[[Rounding, Tensor], Any]
+    over_rows: Callable[[Rounding, Tensor], Any]
+    product: Callable[[Any, Any], Tensor]
+
+
 def emulated_linear(
     x: Tensor,
     weight: Tensor,
@@ -37,6 +52,7 @@ def emulated_linear(
     state: State | None = None,
     amax_group: Group = LOCAL,
     columns: Columns | None = None,
+    engine: Engine | None = None,
 ) -> Tensor:
     """``x W^T`` of rounded operands, and in backward both products of rounded ones.
 
@@ -52,6 +68,7 @@ def emulated_linear(
         state: What ``state_for(recipe)`` gave; a step changes it, where gradients are on.
         amax_group: The ranks whose shares are one tensor.
         columns: Which of the whole's output features these are; default all.
+        engine: What computes; default plain products of the wide values.
 
     Raises:
         ValueError: ``recipe`` is none, or needs a ``state`` that is not here.
@@ -66,7 +83,7 @@ def emulated_linear(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
-    plan = _Plan(recipe, state, amax_group, columns)
+    plan = _Plan(recipe, state, amax_group, columns, engine or PLAIN)
     scales = plan.forward_scales(x.detach(), weight.detach())
     return _Products.apply(x, weight, plan, scales)  # type: ignore[no-any-return]
 
@@ -78,6 +95,7 @@ class _Plan(NamedTuple):
     state: State | None
     group: Group
     columns: Columns | None
+    engine: Engine
 
     def forward_scales(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """What ``Rounding`` takes, for the input and then the weight.
@@ -129,7 +147,8 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(x, weight, scales)
         ctx.plan = plan
         rounds_x, rounds_weight = plan.forward_roundings(scales)
-        y = _product(rounds_x.over_columns(_rows(x)), rounds_weight.over_columns(weight).t())
+        over_columns, _, product = plan.engine
+        y = product(over_columns(rounds_x, _rows(x)), over_columns(rounds_weight, weight).t())
         return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -137,21 +156,23 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scales = ctx.saved_tensors
         rounds_x, rounds_weight = ctx.plan.forward_roundings(scales)
+        over_columns, over_rows, product = ctx.plan.engine
         how = getattr(ctx.plan.recipe, "backward", "quantized")
         dy, x_rows, dtype = _rows(dys[0]), _rows(x), weight.dtype
         if how == "quantized":
             rounds_dy = ctx.plan.gradient_rounding(dy)
-            dy_over_o, dy_over_t = rounds_dy.over_columns(dy), rounds_dy.over_rows(dy)
-            weight, x_rows = rounds_weight.over_rows(weight), rounds_x.over_rows(x_rows)
+            dy_over_o, dy_over_t = over_columns(rounds_dy, dy), over_rows(rounds_dy, dy)
+            weight, x_rows = over_rows(rounds_weight, weight), over_rows(rounds_x, x_rows)
         else:
             dy_over_o = dy_over_t = wide(dy)
             if how == "dequantized":
-                weight, x_rows = rounds_weight.over_columns(weight), rounds_x.over_columns(x_rows)
+                weight = over_columns(rounds_weight, weight)
+                x_rows = over_columns(rounds_x, x_rows)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
-            dx = _product(dy_over_o, weight).to(x.dtype).view(x.shape)
+            dx = product(dy_over_o, weight).to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
-            dweight = _product(dy_over_t.t(), x_rows).to(dtype)
+            dweight = product(dy_over_t.t(), x_rows).to(dtype)
         return dx, dweight, None, None
 
 
@@ -164,3 +185,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     dtype = torch.promote_types(wide(a).dtype, wide(b).dtype)
     with torch.autocast(a.device.type, enabled=False):
         return a.to(dtype) @ b.to(dtype)
+
+
+PLAIN = Engine(Rounding.over_columns, Rounding.over_rows, _product)

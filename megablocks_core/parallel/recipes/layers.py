@@ -24,7 +24,7 @@ from megablocks_core.groups import (
     reduce_scatter_to,
 )
 from megablocks_core.parallel.counter import key_of
-from megablocks_core.parallel.recipes.emulation import emulated_linear
+from megablocks_core.parallel.recipes.emulation import Engine, emulated_linear
 from megablocks_core.parallel.recipes.recipe import Recipe, check_recipe
 from megablocks_core.parallel.recipes.rounding import Columns, block_length
 from megablocks_core.parallel.recipes.state import DrawState, State, state_for
@@ -93,7 +93,7 @@ class _Emulated(nn.Module):
     def recipe(self, recipe: Recipe | None) -> None:
         if recipe is not None:
             check_recipe("recipe", recipe)
-            _check_cut(self.spec, self.weight.shape[self.spec.dim], recipe)
+            self._check(recipe)
         if recipe != self._recipe:
             self._modules.pop("fp8", None)
             state = state_for(recipe, device=self.weight.device)
@@ -128,7 +128,15 @@ class _Emulated(nn.Module):
             state=self._state,
             amax_group=self.amax_group,
             columns=self._columns(),
+            engine=self._engine(),
         )
+
+    def _check(self, recipe: Recipe) -> None:
+        _check_cut(self.spec, self.weight.shape[self.spec.dim], recipe)
+
+    def _engine(self) -> Engine | None:
+        """What computes the products, if not plain ones."""
+        return None
 
     def name_draws(self, name: str) -> None:
         """Give what is drawn here a key of its own, by the layer's name in the model."""

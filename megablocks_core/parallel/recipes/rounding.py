@@ -106,19 +106,23 @@ class Rounding(NamedTuple):
             x = turned(x)
         return self._rounded(x, by_rows=False)
 
+    def scale(self) -> Tensor:
+        """The scale of a whole tensor, under delayed or current scaling."""
+        assert self.scales is not None
+        if not isinstance(self.recipe, CurrentScaling):
+            return self.scales[0]
+        return current_scale(
+            self.scales[0],
+            self.to,
+            power_of_two=self.recipe.power_of_two_scales,
+            epsilon=self.recipe.amax_epsilon,
+        )
+
     def _rounded(self, x: Tensor, *, by_rows: bool) -> Tensor:
         recipe = self.recipe
         match recipe:
-            case DelayedScaling():
-                return round_tensor(x, self.to, self._scale(0)).values()
-            case CurrentScaling():
-                scale = current_scale(
-                    self._scale(0),
-                    self.to,
-                    power_of_two=recipe.power_of_two_scales,
-                    epsilon=recipe.amax_epsilon,
-                )
-                return round_tensor(x, self.to, scale).values()
+            case DelayedScaling() | CurrentScaling():
+                return round_tensor(x, self.to, self.scale()).values()
             case BlockScaling():
                 return round_blocks(
                     x,
@@ -132,13 +136,10 @@ class Rounding(NamedTuple):
                 return round_mx(x, self.to, block).values()
             case NVFP4():
                 block = self._block(16, by_rows, square=self._square_weight(recipe))
-                amax = self._scale(int(not by_rows and turns(recipe, self.operand)))
+                assert self.scales is not None
+                amax = self.scales[int(not by_rows and turns(recipe, self.operand))]
                 chance = None if self.chances is None else self.chances.of(x, stream=int(by_rows))
                 return round_nvfp4(x, block, amax=amax, chance=chance).values()
-
-    def _scale(self, index: int) -> Tensor:
-        assert self.scales is not None
-        return self.scales[index]
 
     def _square_weight(self, recipe: MXFP8 | NVFP4) -> bool:
         return recipe.square_weights and self.operand == "weight"

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ ALL = [DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling(), MXF
 
 def layer(mode, recipe, group=LOCAL, sizes=(64, 64), **options):
     torch.manual_seed(0)
-    made = emulated_linear_factory(
+    made: Any = emulated_linear_factory(
         *sizes, parallel_mode=mode, group=group, dtype=torch.float64, **options
     )
     made.recipe = recipe
