@@ -53,14 +53,20 @@ MAY_LOAD = {
 OPTIONAL = {
     "flash_attn",
     "fsspec",
+    "gigatoken",
     "matplotlib",
+    "pyarrow",
     "pytest",
+    "sentencepiece",
     "tensorboard",
+    "tiktoken",
+    "tokenizers",
     "torchao",
     "transformer_engine",
     "transformers",
     "triton",
     "wandb",
+    "zstandard",
     "zmq",
 }
 

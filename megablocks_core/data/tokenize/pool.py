@@ -143,7 +143,7 @@ class Pool:
                     ["env", *_ONE_THREAD, sys.executable, "-c", code],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for the one who waits for them
+                    process_group=0,  # Ctrl-C is for the one who waits for them
                 )
             )
             self._connections.append(Connection(ours.detach()))
