@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megablocks_core.export import save_hf
+from megablocks_core.export.arguments import check_model
 from megablocks_core.groups import LOCAL, Group, together
 from megablocks_core.parallel import merge_lora, save_lora, unmerge_lora
 from megablocks_core.parallel.lora.sites import adapted_sites
@@ -55,6 +56,7 @@ def save_adapted_hf(
     turned = False
     try:
         with together(f"save_adapted_hf({str(path)!r})", group=group):
+            check_model(model)
             merged = _are_merged(model)
             if target is not None and target.absolute() == Path(path).absolute():
                 raise ValueError(f"adapters={str(target)!r} must be another folder than path")
@@ -64,7 +66,15 @@ def save_adapted_hf(
         if target is not None:
             save_lora(model, target, group=group)
         with _factors_aside(model):
-            save_hf(model, path, group=group, dtype=dtype, like=like, max_file_bytes=max_file_bytes)
+            save_hf(
+                model,
+                path,
+                group=group,
+                dtype=dtype,
+                like=like,
+                max_file_bytes=max_file_bytes,
+                vocab_size=vocab_size,
+            )
     finally:
         if turned:
             back(model)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megablocks_core.ckpt.tools.checkpoint import Checkpoint, Held, read_whole
+from megablocks_core.ckpt.tools.checkpoint import Checkpoint, read_whole
+from megablocks_core.ckpt.tools.checkpoint import Held as Kept
 from megablocks_core.ckpt.tools.opening import open_checkpoint
+from megablocks_core.export.arguments import check_bytes, folder_of
 from megablocks_core.export.drafting import HfDraft, name_dtype, planned
+from megablocks_core.export.dtypes import check_values, chosen
 from megablocks_core.export.layout import Layout
 from megablocks_core.export.quantised import plain
 from megablocks_core.export.verifying import layout_of
-from megablocks_core.files import read_json
-from megablocks_core.groups import Whole
+from megablocks_core.files import check_new, read_json
+from megablocks_core.groups import LOCAL, Held, Whole
 
 CONFIG = "config.json"
 # What averages of weights call their one tensor of each.
@@ -29,7 +32,7 @@ class _Part(NamedTuple):
     """One logical tensor: its full name in the checkpoint, and what it becomes."""
 
     full_name: str
-    held: Held
+    held: Kept
 
 
 def checkpoint_to_hf(
@@ -41,6 +44,7 @@ def checkpoint_to_hf(
     like: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 * 2**30,
+    allow_nonfinite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write the weights in a training checkpoint as a folder that transformers opens.
@@ -58,16 +62,22 @@ def checkpoint_to_hf(
         like: A folder whose tokenizer files are copied.
         dtype: Of all floating-point tensors; default each weight's own.
         max_file_bytes: A file is closed before it grows beyond this.
-        progress: Called with the bytes written so far, and in all.
+        allow_nonfinite: Whether NaN and infinite values are written like others.
+        progress: Called with the bytes looked at and written so far, and in all.
 
     Raises:
         ValueError: ``path`` is not empty, there is no ``entry`` or no config, its family is
             unknown, the tensors are not those that it describes, or values are not finite or do
-            not fit ``dtype``.
+            not fit ``dtype``. Nothing was written.
         CheckpointError: ``checkpoint`` is damaged.
         OSError: The disk is full, or another fault of the file system.
     """
-    given = Path(like) / CONFIG if config is None and like is not None else config
+    target = Path(os.path.realpath(folder_of(path)))
+    check_new(target)
+    check_bytes(max_file_bytes, "max_file_bytes")
+    dtypes = chosen(dtype, like)
+    beside = None if like is None else folder_of(like, "like")
+    given = beside / CONFIG if config is None and beside is not None else config
     opened = open_checkpoint(checkpoint, config=given)
     said = plain(_config_of(opened, given, str(checkpoint)))
     parts = _parts(opened, entry, str(checkpoint))
@@ -78,18 +88,21 @@ def checkpoint_to_hf(
         (Whole(name, part.held.shape, part.held.dtype) for name, part in parts.items()),
         key=lambda whole: (-whole.dtype.itemsize, places.get(whole.name, len(places))),
     )
-    files = planned(wholes, layout, dtype)
+    files = planned(wholes, layout, dtypes)
     name_dtype(said, files)
-    total, done = sum(whole.nbytes for whole in wholes), 0
-    draft = HfDraft(Path(path).absolute(), files, layout, max_file_bytes)
+    done = sum(whole.nbytes for whole in wholes)
+    total = 2 * done
+    looked_at = _slabs(opened, parts, lambda so_far: progress and progress(so_far, total))
+    check_values(looked_at, layout, dtypes, group=LOCAL, allow_nonfinite=allow_nonfinite)
+    draft = HfDraft(target, files, layout, max_file_bytes)
     try:
         draft.open()
         for whole in wholes:
-            draft.add(whole.name, _values(opened, whole.name, parts[whole.name]))
+            draft.add(whole.name, _values(opened, parts[whole.name]))
             done += whole.nbytes
             if progress is not None:
                 progress(done, total)
-        draft.publish(said, None if like is None else Path(like))
+        draft.publish(said, beside)
     finally:
         draft.close()
 
@@ -158,9 +171,18 @@ def _are_equal(opened: Checkpoint, one: _Part, other: _Part) -> bool:
     )
 
 
-def _values(opened: Checkpoint, name: str, part: _Part) -> Tensor:
-    values = read_whole(opened, part.full_name).to(part.held.dtype)
-    if values.is_floating_point() and not (finite := values.isfinite()).all():
-        count = values.numel() - int(finite.sum())
-        raise ValueError(f"{name} has {count} of {values.numel()} values that are not finite")
-    return values
+def _slabs(
+    opened: Checkpoint, parts: dict[str, _Part], progress: Callable[[int], object]
+) -> Iterator[Held]:
+    """All values as they will be written, some at a time; ``progress`` hears of their bytes."""
+    done = 0
+    for name, part in parts.items():
+        for box in part.held.slabs():
+            values = opened.read(part.full_name, box).to(part.held.dtype)
+            yield Held(name, values)
+            done += values.nbytes
+            progress(done)
+
+
+def _values(opened: Checkpoint, part: _Part) -> Tensor:
+    return read_whole(opened, part.full_name).to(part.held.dtype)

@@ -1,7 +1,7 @@
 """Write, check and compare Hugging Face folders.
 
     megablocks-export hf CHECKPOINT OUT [--config config.json] [--like FOLDER] [--dtype bfloat16]
-                         [--max-file-size 5GB] [--entry model]
+                         [--max-file-size 5GB] [--entry model] [--allow-nonfinite]
     megablocks-export verify PATH... [--values]
     megablocks-export diff A B
 
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-file-size", type=_size, default=5 * 2**30, metavar="SIZE", help="such as 5GB"
     )
     one.add_argument("--entry", default="model", help="the weights' name, or their average's")
+    one.add_argument("--allow-nonfinite", action="store_true", help="write NaN and infinities too")
     one.set_defaults(run=_hf)
 
     one = commands.add_parser("verify", help="compare names, shapes and dtypes with config.json")
@@ -92,6 +93,7 @@ def _hf(options: argparse.Namespace) -> int:
             like=options.like,
             dtype=options.dtype and getattr(torch, options.dtype),
             max_file_bytes=options.max_file_size,
+            allow_nonfinite=options.allow_nonfinite,
             progress=progress.show,
         )
     finally:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from megablocks_core.export import load_hf
+from megablocks_core.export.arguments import folder_of
+from megablocks_core.export.verifying import layout_of
 from megablocks_core.files import read_json
 from megablocks_core.groups import Mesh
 from megablocks_core.layers import Decoder, DecoderSpec
@@ -34,15 +37,18 @@ def decoder_from_hf(
         ValueError: The config asks for what a ``Decoder`` does not have, or the folder is not
             whole or does not fit it, or ``device`` is meta.
     """
+    folder = folder_of(path)
+    config = read_json(folder / "config.json", dict)
+    spec = DecoderSpec.from_hf(folder)
+    layout_of(config)  # before a model is built that no memory holds: sizes that cannot be
     if dtype is None:
-        dtype = _dtype_of(path)
-    decoder = Decoder(DecoderSpec.from_hf(path), mesh=mesh, device="meta", dtype=dtype)
-    load_hf(decoder, path, device=device)
+        dtype = _dtype_of(config)
+    decoder = Decoder(spec, mesh=mesh, device="meta", dtype=dtype)
+    load_hf(decoder, folder, device=device)
     return decoder
 
 
-def _dtype_of(path: str | os.PathLike[str]) -> torch.dtype | None:
-    config = read_json(Path(path) / "config.json", dict)
+def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
     name = config.get("dtype") or config.get("torch_dtype")
     dtype = getattr(torch, str(name), None)
     if name is not None and not isinstance(dtype, torch.dtype):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from filecmp import cmp
 from pathlib import Path
 
+from megablocks_core.export.arguments import folder_of
 from megablocks_core.export.operations import Lazy
 from megablocks_core.export.pickles import PICKLE
 from megablocks_core.export.slabs import dtype_of, nbytes_of, slabs
@@ -26,7 +27,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Iterator
     Raises:
         ValueError: A folder is not whole.
     """
-    first, second = (HfFolder(Path(path)) for path in (one, other))
+    first, second = (HfFolder(folder_of(path)) for path in (one, other))
     common = first.tensors.keys() & second.tensors.keys()
     progress = Progress("diff", sum(nbytes_of(first.tensors[name]) for name in common))
     try:

@@ -14,7 +14,7 @@ from megablocks_core.export.finite import ends, is_finite
 from megablocks_core.export.layout import Layout
 from megablocks_core.export.source import FLOATS, HfFolder
 from megablocks_core.files.safetensors import DTYPE_CODES
-from megablocks_core.groups import Group, Held
+from megablocks_core.groups import Group, Held, together
 from megablocks_core.groups.placements import local
 
 # Of all tensors, or by on-disk name; a tensor that is not named, or is not floating-point, has its
@@ -77,14 +77,15 @@ def check_values(
 ) -> None:
     """Look at the values of all ranks, and compare them with what the dtypes on disk can say.
 
-    Every rank calls it; each looks at its own shares, once. Sends two small messages, or one if no
-    tensor vanishes.
+    Every rank calls it; each looks at its own shares, once. Sends three small messages, or two if
+    no tensor vanishes.
 
     Raises:
         ValueError: On every rank, with names: values are not finite, unless that is allowed; finite
             ones become infinite; or those of a whole tensor that has some become zero.
     """
-    own = _seen(held, layout, dtypes)
+    with together("looking at the values", group=group):
+        own = _seen(held, layout, dtypes)
     everyone = group.all_gather_object(own[:3])
     strange = list(dict.fromkeys(name for one, _, _ in everyone for name in sorted(one)))
     if strange and not allow_nonfinite:

@@ -89,9 +89,8 @@ def fill(found: Sequence[Piece]) -> list[str]:
             raise
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        workers = [pool.submit(work) for _ in range(_THREADS)]
         try:
-            for worker in workers:
+            for worker in [pool.submit(work) for _ in range(_THREADS)]:
                 worker.result()
         finally:
             stop.set()

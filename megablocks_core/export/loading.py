@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from megablocks_core.export.arguments import check_model, device_of, folder_of
 from megablocks_core.export.filling import Piece, fill, pieces
 from megablocks_core.export.materialize import computed_tables, materialize
 from megablocks_core.export.operations import Lazy
@@ -19,6 +19,7 @@ from megablocks_core.groups import (
     LOCAL,
     Group,
     Specs,
+    interrupts_held,
     logical_shape,
     logical_tensors,
     together,
@@ -62,33 +63,38 @@ def load_hf(
             are looked at as they are read, so that the model has been filled.
         RuntimeError: Another rank failed while reading; the model may be filled in part.
     """
-    folder = Path(path)
-    place = torch.get_default_device() if device is None else torch.device(device)
-    task = f"load_hf({str(folder)!r})"
-    with together(task, group=group):
-        source = HfFolder(folder)
-        if pad_vocab:
-            shapes = part_shapes(model)
-            source.layout = padded(source.layout.named(shapes), source.config, shapes)
-        plan = _partners(model, source)
-        tables = computed_tables(model, place)
-    with together(task, group=group):
-        materialize(model, tables, place)
-        filled: set[int] = set()
-        found: list[Piece] = []
-        for name, tensor, specs in logical_tensors(model):
-            if name in plan and id(tensor) not in filled:
-                filled.add(id(tensor))
-                stacked = specs.each is not None
-                found += pieces(tensor, specs, plan[name], stacked=stacked)
-        strange = fill(found)
-    every = group.all_gather_object(strange)
+    task = f"load_hf({str(path)!r})"
+    with interrupts_held(group=group):
+        with together(task, group=group):
+            check_model(model)
+            folder, place = folder_of(path), device_of(device)
+            source = HfFolder(folder)
+            if pad_vocab:
+                shapes = part_shapes(model)
+                source.layout = padded(source.layout.named(shapes), source.config, shapes)
+            plan = _partners(model, source)
+            tables = computed_tables(model, place)
+        with together(task, group=group):
+            materialize(model, tables, place)
+            strange = fill(_pieces(model, plan))
+        every = group.all_gather_object(strange)
     names = list(dict.fromkeys(name for own in every for name in own))
     if names and not allow_nonfinite:
         raise ValueError(
             f"{folder}: the model has been filled with values that are not finite, "
             f"in {names}; allow_nonfinite=True takes them"
         )
+
+
+def _pieces(model: nn.Module, plan: Mapping[str, Mapping[str, Lazy]]) -> list[Piece]:
+    """What this rank's tensors are filled from, each once."""
+    filled: set[int] = set()
+    found: list[Piece] = []
+    for name, tensor, specs in logical_tensors(model):
+        if name in plan and id(tensor) not in filled:
+            filled.add(id(tensor))
+            found += pieces(tensor, specs, plan[name], stacked=specs.each is not None)
+    return found
 
 
 def parts_of(name: str, tensor: Tensor, specs: Specs) -> list[str]:

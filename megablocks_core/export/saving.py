@@ -9,14 +9,24 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from xxhash import xxh3_64_hexdigest
 
+from megablocks_core.export.arguments import check_bytes, check_model, folder_of
 from megablocks_core.export.drafting import HfDraft, name_dtype, planned
 from megablocks_core.export.dtypes import check_values, chosen
 from megablocks_core.export.quantised import plain
 from megablocks_core.export.verifying import layout_of
 from megablocks_core.export.vocabulary import padded, part_shapes, with_vocabulary
-from megablocks_core.files import read_json
-from megablocks_core.groups import LOCAL, Collection, Group, Held, logical_tensors, together
+from megablocks_core.files import check_new, read_json
+from megablocks_core.groups import (
+    LOCAL,
+    Collection,
+    Group,
+    Held,
+    interrupts_held,
+    logical_tensors,
+    together,
+)
 
 
 def save_hf(
@@ -56,38 +66,63 @@ def save_hf(
         RuntimeError: Another rank failed.
         OSError: The disk is full, or another fault of the file system.
     """
-    target = Path(os.path.realpath(path))
-    task = f"save_hf({str(target)!r})"
-    with together(task, group=group):
-        config = _config(model, like)
-        if vocab_size is not None:
-            config = with_vocabulary(config, vocab_size)
-        held = [
-            Held(name, tensor, specs)
-            for name, tensor, specs in logical_tensors(model, remove_duplicate=True, unstack=True)
-        ]
-        shapes = part_shapes(model)
-        layout = layout_of(config).named(shapes)
-        if vocab_size is not None:
-            layout = padded(layout, config, shapes)
-        dtypes = chosen(dtype, like)
-    collection = Collection(held, group=group, task=task, raises=RuntimeError, order=layout.order)
-    wholes = planned(collection.wholes, layout, dtypes)
-    check_values(held, layout, dtypes, group=group, allow_nonfinite=allow_nonfinite)
-    name_dtype(config, wholes)
-    ranks = {"rank": group.rank, "num_ranks": group.size}
-    draft = HfDraft(target, wholes, layout, max_file_bytes, **ranks)
-    try:
+    task = f"save_hf({str(path)!r})"
+    with interrupts_held(group=group):
         with together(task, group=group):
+            check_model(model)
+            check_bytes(max_file_bytes, "max_file_bytes")
+            target = Path(os.path.realpath(folder_of(path)))
             if group.rank == 0:
-                draft.open()
-        draft.staging = group.all_gather_object(draft.staging)[0]
-        collection.visit(draft.add, draft.owners)
+                check_new(target)
+            config = _config(model, None if like is None else folder_of(like, "like"))
+            if vocab_size is not None:
+                config = with_vocabulary(config, vocab_size)
+            held = [
+                Held(name, tensor, specs)
+                for name, tensor, specs in logical_tensors(
+                    model, remove_duplicate=True, unstack=True
+                )
+            ]
+            shapes = part_shapes(model)
+            layout = layout_of(config).named(shapes)
+            if vocab_size is not None:
+                layout = padded(layout, config, shapes)
+            dtypes = chosen(dtype, like)
+        collection = Collection(
+            held, group=group, task=task, raises=RuntimeError, order=layout.order
+        )
         with together(task, group=group):
-            if group.rank == 0:
-                draft.publish(config, None if like is None else Path(like))
-    finally:
-        draft.close()
+            wholes = planned(collection.wholes, layout, dtypes)
+            name_dtype(config, wholes)
+        _check_agreed((str(target), max_file_bytes, [*map(str, wholes)]), group)
+        check_values(held, layout, dtypes, group=group, allow_nonfinite=allow_nonfinite)
+        ranks = {"rank": group.rank, "num_ranks": group.size}
+        draft = HfDraft(target, wholes, layout, max_file_bytes, **ranks)
+        try:
+            with together(task, group=group):
+                if group.rank == 0:
+                    draft.open()
+            draft.staging = group.all_gather_object(draft.staging)[0]
+            collection.visit(draft.add, draft.owners)
+            with together(task, group=group):
+                if group.rank == 0:
+                    draft.publish(config, None if like is None else Path(like))
+        finally:
+            draft.close()
+
+
+def _check_agreed(plan: tuple[Any, ...], group: Group) -> None:
+    """Raise where ranks would write different files: they were called with other arguments.
+
+    Raises:
+        ValueError: They would.
+    """
+    names = ("path", "max_file_bytes", "dtype")
+    digests = [xxh3_64_hexdigest(repr(part).encode()) for part in plan]
+    for rank, theirs in zip(group.ranks, group.all_gather_object(digests), strict=True):
+        differing = [name for name, a, b in zip(names, digests, theirs, strict=True) if a != b]
+        if differing:
+            raise ValueError(f"ranks must agree on {differing}, but rank {rank} has another")
 
 
 def _config(model: nn.Module, like: str | os.PathLike[str] | None) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from megablocks_core.export.arguments import folder_of
 from megablocks_core.export.families import FAMILIES, family_of
 from megablocks_core.export.layout import Layout, Shapes
 from megablocks_core.export.slabs import dtype_of, nbytes_of, slabs
@@ -30,7 +30,7 @@ def verify(
     Raises:
         ValueError: What is wrong, by name.
     """
-    source = HfFolder(Path(path))
+    source = HfFolder(folder_of(path))
     layout = layout_of(source.config)
     shapes = {name: source.shape(name) for name in source.tensors if not layout.ignores(name)}
     schema = layout.schema

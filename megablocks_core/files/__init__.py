@@ -5,6 +5,7 @@ imported from ``files.safetensors``.
 """
 
 from megablocks_core.files.atomic import NewFolder as NewFolder
+from megablocks_core.files.atomic import check_new as check_new
 from megablocks_core.files.atomic import create_file as create_file
 from megablocks_core.files.atomic import is_removed as is_removed
 from megablocks_core.files.atomic import is_unfinished as is_unfinished

@@ -30,8 +30,7 @@ class NewFolder:
     """
 
     def __init__(self, target: Path) -> None:
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise ValueError(f"path={str(target)!r} must be new or an empty folder")
+        check_new(target)
         self.target = target
         self.staging = _beside(target, _UNFINISHED)
         make_folder(target.parent)
@@ -52,6 +51,16 @@ class NewFolder:
         """Delete what was written so far; a published folder stays."""
         with suppress(OSError):
             _remove_tree(self.staging)
+
+
+def check_new(target: Path) -> None:
+    """Raise unless a ``NewFolder`` may appear there.
+
+    Raises:
+        ValueError: ``target`` exists and is not an empty folder.
+    """
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"path={str(target)!r} must be new or an empty folder")
 
 
 def is_unfinished(path: Path) -> bool:

@@ -19,7 +19,7 @@ def read_json(path: Path, kind: type[T]) -> T:
         raise ValueError(f"{path} is missing")
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, kind):
         raise ValueError(f"{path} must hold a {kind.__name__} at its top")

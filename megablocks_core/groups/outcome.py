@@ -56,6 +56,7 @@ def interrupts_held(*, group: Group) -> Iterator[None]:
     For a part of several steps that communicates between them: a rank that left there would keep
     the others waiting.
     """
+    check_group(group)
     with _held(group):
         yield
 

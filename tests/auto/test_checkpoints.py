@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megablocks_core import ckpt
 from megablocks_core.auto import checkpoint_to_hf, decoder_from_hf
 from megablocks_core.ckpt.tools.converting import convert
 from megablocks_core.export import save_hf, verify
+from megablocks_core.export.drafting import HfDraft
 from megablocks_core.groups import Mesh
 from megablocks_core.testing import ranks
 from tests.auto.runs import (
@@ -176,11 +178,18 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path):
     shutil.rmtree(out)
     with torch.no_grad():
         model.get_parameter("model.norm.weight")[:2] = torch.nan
+        model.get_parameter("lm_head.weight")[3, 5] = torch.inf
     ckpt.save(tmp_path / "nan", {"model": model})
-    with pytest.raises(ValueError, match="model.norm.weight has 2 of 32 values that are not fin"):
+    with (
+        patch.object(HfDraft, "open", side_effect=AssertionError("a folder was begun")),
+        pytest.raises(ValueError, match=r"finite, but are not in lm_head\.weight, model\.norm\."),
+    ):
         checkpoint_to_hf(tmp_path / "nan", out, config=config)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["LATEST", "config.json", "nan", "run"]
+    checkpoint_to_hf(tmp_path / "nan", out, config=config, allow_nonfinite=True)
+    written = load_file(out / "model.safetensors")
+    assert torch.equal(written["model.norm.weight"].isnan().nonzero()[:, 0], torch.arange(2))
 
 
 def test_damage_is_found_and_nothing_is_written(tmp_path):

@@ -27,4 +27,5 @@ def family_of(config: Config) -> Family | None:
     """The family of a config, by its ``model_type`` or by what the authors of Mamba call things."""
     if "model_type" not in config and "d_model" in config:
         return STATE_SPACES.get(layer_of(config))
-    return FAMILIES.get(config.get("model_type", ""))
+    name = config.get("model_type")
+    return FAMILIES.get(name) if isinstance(name, str) else None

@@ -28,7 +28,8 @@ _BLOCKS = {
 
 def layer_of(config: Config) -> str:
     """The class of a config's blocks."""
-    return config.get("ssm_cfg", {}).get("layer", "Mamba1")
+    blocks = config.get("ssm_cfg", {})
+    return str(blocks.get("layer", "Mamba1")) if isinstance(blocks, dict) else ""
 
 
 def _in_others_words(config: Config) -> Config:

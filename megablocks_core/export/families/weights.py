@@ -25,6 +25,20 @@ from megablocks_core.export.operations import (
 
 Config = Mapping[str, Any]
 Sizes = dict[str, int]
+# Entries that say how often something comes; there is no model with so many.
+_COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "num_nextn_predict_layers",
+)
+_MANY = 100_000
+# Of elements: torch counts bytes in 63 bits.
+_LARGEST = 2**59
+# What arithmetic raises of entries that are no numbers, or not of a size that can be.
+_MISTYPED = (TypeError, AttributeError, LookupError, ArithmeticError, MemoryError)
 # An operation whose sizes are named.
 Step = Callable[[Sizes], Operation]
 
@@ -136,13 +150,29 @@ class Family:
         """All tensors of a model with ``config``.
 
         Raises:
-            ValueError: The config lacks a size.
+            ValueError: The config lacks a size, or has one that cannot be.
         """
         missing = [name for name in self.needed if {**self.defaults, **config}.get(name) is None]
         if missing:
             raise ValueError(f"config must have {missing}")
+        try:
+            _check_counts(config)
+            layout = self._layout(config)
+        except _MISTYPED as error:
+            raise ValueError(
+                f"config has an entry of a wrong type or size: {type(error).__name__}: {error}"
+            ) from error
+        for name, shape in layout.schema.items():
+            if not all(type(size) is int and size >= 0 for size in shape):
+                raise ValueError(f"config must have sizes that are whole numbers: {name} {shape}")
+            if math.prod(shape) > _LARGEST:
+                raise ValueError(f"config must have sizes that can be: {name} {shape}")
+        return layout
+
+    def _layout(self, config: Config) -> Layout:
         config = {**self.defaults, **self.in_others_words(config)}
         known = {name: value for name, value in config.items() if value is not None}
+        _check_counts(known)
         sizes, kinds = self.sizes(known), self.kinds(known)
         rules = _table(self.weights, known, sizes, kinds, self.blocks)
         owners = {rule.ours[0]: name for rule in rules for name in rule.theirs}
@@ -168,6 +198,13 @@ class Family:
         count = config.get("num_nextn_predict_layers", 0) if self.predictors else 0
         numbers = range(layers, layers + count)
         return [name.format(number, "{}") for number in numbers for name in self.predictors]
+
+
+def _check_counts(config: Config) -> None:
+    for name in _COUNTS:
+        count = config.get(name)
+        if count is not None and not (type(count) is int and 0 <= count <= _MANY):
+            raise ValueError(f"{name}={count!r} must be a whole number from 0 to {_MANY}")
 
 
 def _table(

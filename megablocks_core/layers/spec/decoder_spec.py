@@ -167,10 +167,18 @@ class DecoderSpec:
         """Read a config: a dict, a transformers config, a ``config.json`` or its folder.
 
         Raises:
-            ValueError: An unknown ``model_type``, a size that is missing, or a family or an
-                entry that asks for what a ``Decoder`` does not have.
+            ValueError: An unknown ``model_type``, a size that is missing or cannot be, or a family
+                or an entry that asks for what a ``Decoder`` does not have.
         """
-        given = as_dict(config)
+        try:
+            return cls._from_entries(as_dict(config))
+        except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+            raise ValueError(
+                f"config has an entry of a wrong type or size: {type(error).__name__}: {error}"
+            ) from error
+
+    @classmethod
+    def _from_entries(cls, given: Mapping[str, Any]) -> "DecoderSpec":
         entries = Entries(read_state_spaces(given) if is_state_spaces(given) else given)
         family = entries.take("model_type")
         if family in HYBRIDS:
