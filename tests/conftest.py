@@ -1,5 +1,6 @@
 """Every test, here and on worker ranks: one thread, new memory full of NaN, fixed examples."""
 
+import gc
 import signal
 import socket
 
@@ -34,6 +35,16 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--delayed") or config.getoption("--mutation"):
         config.hook.pytest_deselected(items=[item for item in items if _num_ranks(item) < 2])
         items[:] = [item for item in items if _num_ranks(item) > 1]
+
+
+def pytest_collection_finish(session):
+    """Set aside what was loaded: tests that collect garbage look through it no more."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure(config):
+    gc.unfreeze()  # extensions complain of what still lives when Python ends
 
 
 def pytest_runtest_setup(item):

@@ -7,6 +7,7 @@ the worker leaves at once. Each job gets a fresh world, a fresh store and the sa
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import io
 import os
@@ -62,6 +63,7 @@ def serve(fd: int, rank: int, stacks: str) -> None:
     faulthandler.enable(stacks_file)
     faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
     _prepare_torch()
+    gc.freeze()  # else whatever collects garbage looks through all of torch
 
     parent = Connection(fd)
     jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
