@@ -21,6 +21,7 @@ PACKAGES = [
     "layers.moe",
     "layers.ssm",
     "parallel",
+    "parallel.recipes",
     "testing",
     "train",
 ]
