@@ -1,6 +1,6 @@
 """Modules of Transformer Engine that compute with parameters that others own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_module": None}
 
-    def module(self) -> nn.Module:
+    def module(self) -> Any:
         """Transformer Engine's own."""
         module = self._module
         if module is None:
@@ -73,18 +73,49 @@ class Engine:
         Raises:
             ValueError: Delayed scaling outside of a context that ends with its update.
         """
-        module: Any = self.module()
+        module = self.module()
         with _numbers(recipe, amax_group), _handed(module, parameters):
             if scales is not None:
                 module.init_fp8_metadata(self.num_products)
                 scales.share_with(module.fp8_meta)
             return module(*inputs)
 
+    def quantised(self, weight: nn.Parameter) -> nn.Parameter:
+        """The weight in the numbers of the context that is open, if modules are born in such."""
+        manager = imported(f"{_PACKAGE}.quantization", "FP8GlobalStateManager", extra="te")
+        if not manager.with_fp8_parameters():
+            return weight
+        if weight.is_meta:
+            raise ValueError(
+                "device='meta' must be a real device where weights are held in the numbers of a "
+                "recipe alone: their values are rounded when a layer is built"
+            )
 
-def quantised_at_birth() -> bool:
-    """Whether modules that are built now hold quantised parameters."""
+        @torch.no_grad()
+        def take(value: Tensor) -> None:
+            value.copy_(weight)
+
+        build = imported(_PACKAGE, self.kind, extra="te")
+        place = {"init_method": take, "device": weight.device}
+        over = {"tp_group": self.group.pg} if self.group.size > 1 else {}
+        return build(*self.sizes, **self.options, **over, **place).weight
+
+
+@torch.no_grad()
+def fill(parameter: nn.Parameter, draw: Callable[[Tensor], Tensor]) -> None:
+    """Draw values into a parameter; into one of low precision by way of a wide tensor."""
+    if not hasattr(parameter, "_quantizer"):
+        draw(parameter)
+        return
+    place = {"dtype": parameter.dtype, "device": parameter.device}
+    parameter.copy_(draw(torch.empty(parameter.shape, **place)))
+
+
+def refuse_quantised(what: str) -> None:
+    """Raise where modules are born with weights of low precision, which ``what`` cannot hold."""
     manager = imported(f"{_PACKAGE}.quantization", "FP8GlobalStateManager", extra="te")
-    return manager.with_fp8_parameters()
+    if manager.with_fp8_parameters():
+        raise ValueError(f"{what} cannot hold weights in the numbers of a recipe alone")
 
 
 def _numbers(recipe: Recipe | None, amax_group: Group) -> AbstractContextManager[Any]:

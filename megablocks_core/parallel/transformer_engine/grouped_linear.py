@@ -15,7 +15,7 @@ from megablocks_core.groups import LOCAL, Group, ShardSpec, mark, specs_of, spli
 from megablocks_core.parallel.checks import check_choice
 from megablocks_core.parallel.initial import key_for, uniform_
 from megablocks_core.parallel.recipes import MXFP8, NVFP4, Recipe
-from megablocks_core.parallel.transformer_engine.engine import Engine
+from megablocks_core.parallel.transformer_engine.engine import Engine, refuse_quantised
 from megablocks_core.parallel.transformer_engine.low_precision import LowPrecision
 from megablocks_core.parallel.transformer_engine.scales import Scales
 
@@ -32,7 +32,7 @@ def grouped_linear(
     etp: Group = LOCAL,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> "GroupedLinear":
     """``transformer_engine.pytorch.GroupedLinear``, its weights stacked: ``weight`` [e O I].
 
     Called ``(x, counts)`` with ``x`` [N I] and the number of rows of each expert here [e], it
@@ -147,6 +147,7 @@ class GroupedLinear(LowPrecision):
 
 def grouped_engine(weight: Tensor, *, bias: bool) -> Engine:
     """An engine for stacked weights [e o i]."""
+    refuse_quantised("stacked weights of experts")
     experts, rows, columns = weight.shape
     options = {"bias": bias, "params_dtype": weight.dtype}
     return Engine("GroupedLinear", (experts, columns, rows), options, num_products=experts)

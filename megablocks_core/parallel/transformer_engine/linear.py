@@ -5,6 +5,7 @@ of the capital one.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -23,7 +24,7 @@ from megablocks_core.parallel.checks import check_choice
 from megablocks_core.parallel.initial import key_for, uniform_
 from megablocks_core.parallel.recipes import DelayedScaling
 from megablocks_core.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from megablocks_core.parallel.transformer_engine.engine import Engine
+from megablocks_core.parallel.transformer_engine.engine import Engine, fill
 from megablocks_core.parallel.transformer_engine.low_precision import LowPrecision
 from megablocks_core.parallel.transformer_engine.scales import Scales
 
@@ -39,7 +40,7 @@ def linear(
     group: Group = LOCAL,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> "Linear":
     """A linear layer for every ``linear=``: ``transformer_engine.pytorch.Linear`` as ours is used.
 
     Arguments, names, marks, initial values, messages and results are those of
@@ -104,7 +105,8 @@ class ParallelLinear(LowPrecision):
         bound = self.in_features**-0.5 if self.in_features else 0.0
         for name, parameter in self.named_parameters(recurse=False):
             key = key_for(parameter, prefix + name, seed)
-            uniform_(parameter, key=key, low=-bound, high=bound, specs=specs_of(self, name))
+            draw = partial(uniform_, key=key, low=-bound, high=bound, specs=specs_of(self, name))
+            fill(parameter, draw)
 
     def held(self) -> dict[str, Tensor | None]:
         """Weight and bias; slices that neighbours hold too sum their gradients."""
@@ -188,6 +190,7 @@ class Linear(ParallelLinear):
         }
         self.engine = Engine("Linear", (columns, rows), options, group=group)
         self.reset_parameters()
+        self.weight = self.engine.quantised(self.weight)
 
     @property
     def _adds_bias(self) -> bool:

@@ -6,7 +6,7 @@ Dimensions: T tokens, I input features, O output features, o this rank's.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megablocks_core.groups import LOCAL, Group, Segment, copy_to
 from megablocks_core.parallel.checks import check_choice
@@ -31,7 +31,7 @@ def norm_linear(
     group: Group = LOCAL,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> "NormLinear":
     """``transformer_engine.pytorch.LayerNormLinear``: a norm, then a column-parallel layer.
 
     Maps ``x`` [T I] to this rank's ``y`` [T o]. Parameters are ``norm.weight``, of a "layer" norm
@@ -103,6 +103,7 @@ class NormLinear(ParallelLinear):
         sizes = (columns, rows * self.group.size)
         self.engine = Engine("LayerNormLinear", sizes, options, group=self.group)
         self.reset_parameters()
+        self.weight = self.engine.quantised(self.weight)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """``norm(x) W^T + b``: this rank's features."""

@@ -17,7 +17,7 @@ def rms_norm(
     zero_centered: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> "Norm":
     """``transformer_engine.pytorch.RMSNorm``, for every ``norm=``; ``layers.RMSNorm`` says what.
 
     Args:
@@ -41,7 +41,7 @@ def layer_norm(
     zero_centered: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> "Norm":
     """``transformer_engine.pytorch.LayerNorm``; ``layers.LayerNorm`` says what.
 
     Args:

@@ -27,7 +27,11 @@ from megablocks_core.groups import (
 )
 from tests.parallel.transformer_engine import fake_quantization, fake_recipe
 from tests.parallel.transformer_engine.fake_attention import DotProductAttention
-from tests.parallel.transformer_engine.fake_quantization import FP8GlobalStateManager, Scaling
+from tests.parallel.transformer_engine.fake_quantization import (
+    FP8GlobalStateManager,
+    Scaling,
+    quantised_at_birth,
+)
 
 
 class _Base(nn.Module):
@@ -170,6 +174,9 @@ class Linear(_Base):
             in_features //= self.tp_size
         place = {"device": device, "dtype": params_dtype}
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **place))
+        if init_method is not None:
+            init_method(self.weight)
+        self.weight = quantised_at_birth(self.weight)
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, **place))
         else:
@@ -247,6 +254,9 @@ class LayerNormLinear(_Base):
         centred = normalization == "LayerNorm"
         self.layer_norm_bias = nn.Parameter(torch.empty(in_features, **place)) if centred else None
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **place))
+        if init_method is not None:
+            init_method(self.weight)
+        self.weight = quantised_at_birth(self.weight)
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, **place))
         else:

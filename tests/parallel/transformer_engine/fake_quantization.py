@@ -105,6 +105,32 @@ class Scaling:
         self.scale.copy_(torch.where((amax > 0) & torch.isfinite(amax), new, self.scale))
 
 
+class QuantizedTensor(torch.Tensor):
+    """Values of E4M3 under one scale; what is copied into it is rounded."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    _quantizer = "of the tensor"
+
+    def detach(self):
+        return super().detach().as_subclass(QuantizedTensor)
+
+    def copy_(self, src, non_blocking=False):
+        values = src.detach().float()
+        scale = 448 / values.abs().max()
+        values = (values * scale).to(torch.float8_e4m3fn).float() / scale
+        return super().copy_(values)
+
+
+def quantised_at_birth(parameter):
+    """The parameter in low precision, if modules are born in it."""
+    if not FP8GlobalStateManager.with_fp8_parameters() or parameter.is_meta:
+        return parameter
+    made = torch.empty_like(parameter).detach().as_subclass(QuantizedTensor)
+    with torch.no_grad():
+        made.copy_(parameter)
+    return torch.nn.Parameter(made)
+
+
 def _key(recipe, group):
     return f"recipe={recipe},group={None if group is None else id(group)}"
 

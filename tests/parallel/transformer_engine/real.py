@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -77,7 +78,7 @@ def imported():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Of parts that are not compiled.
-                common = import_module("transformer_engine.common")
+                common: Any = import_module("transformer_engine.common")
                 common.load_framework_extension = lambda framework: None
                 package = import_module("transformer_engine.pytorch")
             yield package

@@ -18,6 +18,8 @@ from megablocks_core.parallel.transformer_engine import linear
 from megablocks_core.testing import assert_parallel_equivalence, ranks
 from tests.parallel.transformer_engine import fake
 from tests.parallel.transformer_engine.fake import fixture as fixture
+from tests.parallel.transformer_engine.fake_quantization import autocast
+from tests.parallel.transformer_engine.fake_recipe import MXFP8BlockScaling
 
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
 DOUBLE = {"dtype": torch.float64}
@@ -195,9 +197,6 @@ def test_tokens_that_do_not_divide_are_refused():
 
 
 def test_a_layer_without_a_recipe_stays_out_of_autocast(te):
-    from transformer_engine.common.recipe import MXFP8BlockScaling
-    from transformer_engine.pytorch import autocast
-
     layer, ours = pair("column")
     with autocast(recipe=MXFP8BlockScaling()):
         assert_same(layer, ours, torch.randn(3, 8, **DOUBLE))

@@ -17,7 +17,7 @@ from megablocks_core.parallel.transformer_engine.scales import Scales
 from megablocks_core.testing import ranks
 from tests.parallel.transformer_engine import fake
 from tests.parallel.transformer_engine.fake import fixture as fixture
-from tests.parallel.transformer_engine.fake_quantization import FP8GlobalStateManager
+from tests.parallel.transformer_engine.fake_quantization import FP8GlobalStateManager, autocast
 
 RECIPE = DelayedScaling(amax_history_len=3)
 NAMES = {"fp8.scale_fwd", "fp8.amax_history_fwd", "fp8.scale_bwd", "fp8.amax_history_bwd"}
@@ -25,8 +25,6 @@ NAMES = {"fp8.scale_fwd", "fp8.amax_history_fwd", "fp8.scale_bwd", "fp8.amax_his
 
 @contextmanager
 def outer():
-    from transformer_engine.pytorch import autocast
-
     with autocast(recipe=to_transformer_engine(RECIPE)):
         yield
 
@@ -60,7 +58,7 @@ def steps(layer, count, start=0):
 def test_a_recipe_with_history_has_buffers_and_others_have_none(te):
     layer = built()
     assert {name for name in layer.state_dict() if name.startswith("fp8")} == NAMES
-    assert layer.fp8.amax_history_fwd.shape == (3, 3)
+    assert layer.scales.amax_history_fwd.shape == (3, 3)
     layer.recipe = CurrentScaling()
     assert set(layer.state_dict()) == {"weight", "bias"}
     layer.recipe = RECIPE
@@ -71,13 +69,13 @@ def test_a_recipe_with_history_has_buffers_and_others_have_none(te):
 def test_scales_follow_the_values(te):
     layer = built()
     steps(layer, 4)
-    scale, history = layer.fp8.scale_fwd, layer.fp8.amax_history_fwd
+    scale, history = layer.scales.scale_fwd, layer.scales.amax_history_fwd
     torch.manual_seed(3)
     amax = (torch.randn(16, 16) * 4).abs().max()
     torch.testing.assert_close(history[-1, 0], amax)
     torch.testing.assert_close(scale[0], 448 / history[:, 0].max())
     torch.testing.assert_close(scale[1], 448 / layer.weight.abs().max())
-    assert layer.fp8.scale_bwd[0] == 57344 / 4  # the gradient of the last step is 4 everywhere
+    assert layer.scales.scale_bwd[0] == 57344 / 4  # the gradient of the last step is 4 everywhere
 
 
 def test_a_state_goes_on_bit_for_bit(te):
@@ -99,7 +97,7 @@ def test_a_state_is_loaded_in_place_while_it_is_shared(te):
     state = copy.deepcopy(layer.state_dict())
     steps(other, 3)
     other.load_state_dict(state)
-    assert other.engine.module().fp8_meta["scaling_fwd"].scale is other.fp8.scale_fwd
+    assert other.engine.module().fp8_meta["scaling_fwd"].scale is other.scales.scale_fwd
     assert torch.equal(steps(other, 1, 2)[0], steps(layer, 1, 2)[0])
 
 
@@ -108,7 +106,7 @@ def test_a_state_without_scales_starts_them_anew_and_scales_without_a_recipe_are
     steps(trained, 2)
     state = copy.deepcopy(trained.state_dict())
     trained.load_state_dict(plain.state_dict())
-    assert torch.equal(trained.fp8.scale_fwd, torch.ones(3))
+    assert torch.equal(trained.scales.scale_fwd, torch.ones(3))
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "fp8.scale_fwd"'):
         plain.load_state_dict(state)
 
@@ -132,15 +130,15 @@ def test_checkpoints_hold_them(te, tmp_path):
 def test_casts_leave_them_in_float32_and_meta_starts_them(te):
     layer = built()
     with torch.no_grad():
-        layer.fp8.scale_fwd.fill_(1 + 2.0**-20)
+        layer.scales.scale_fwd.fill_(1 + 2.0**-20)
     layer.to(torch.bfloat16)
     assert layer.weight.dtype == torch.bfloat16
-    assert layer.fp8.scale_fwd.tolist() == [1 + 2.0**-20] * 3
+    assert layer.scales.scale_fwd.tolist() == [1 + 2.0**-20] * 3
     empty = linear(16, 16, parallel_mode="row", device="meta")
     empty.recipe = RECIPE
     empty.to_empty(device="cpu")
     reset_parameters(empty, seed=1)
-    assert torch.equal(empty.fp8.scale_fwd, torch.ones(3))
+    assert torch.equal(empty.scales.scale_fwd, torch.ones(3))
 
 
 @ranks(2, 4)
@@ -158,7 +156,7 @@ def test_amaxes_are_reduced_over_the_group_alone():
                 layer(torch.randn(16, 16)).sum().backward()
             largest = layer.weight.detach().abs().max()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.pg)
-            torch.testing.assert_close(layer.fp8.scale_fwd[1], 448 / largest)
+            torch.testing.assert_close(layer.scales.scale_fwd[1], 448 / largest)
         FP8GlobalStateManager.reset()
         # To Transformer Engine no group means the world; ours means this rank.
         alone = built()
@@ -167,7 +165,7 @@ def test_amaxes_are_reduced_over_the_group_alone():
             with outer():
                 alone(torch.randn(16, 16)).sum().backward()
             expected = torch.tensor(448 / (1 + dist.get_rank()))
-            torch.testing.assert_close(alone.fp8.scale_fwd[1], expected)
+            torch.testing.assert_close(alone.scales.scale_fwd[1], expected)
         layer = built(group=tp, sequence_parallel=True)
         with pytest.raises(ValueError, match="amax_group=.* must hold the ranks"), outer():
             layer(torch.randn(16, 16))
@@ -181,14 +179,14 @@ def test_scales_of_experts_are_cut_as_the_experts_are(tmp_path):
         layer.recipe = RECIPE
         with outer():
             layer(torch.randn(8, 16) * (1 + ep.rank), [3, 5]).sum().backward()
-        assert len(set(layer.fp8.scale_fwd.tolist())) > 2
+        assert len(set(layer.scales.scale_fwd.tolist())) > 2
         save(tmp_path / "a", {"layer": layer}, group=ep)
         whole = grouped_linear(4, 16, 16, bias=False)
         whole.recipe = RECIPE
         load(tmp_path / "a", {"layer": whole}, group=ep)
         part = slice(6 * ep.rank, 6 * ep.rank + 6)
-        assert torch.equal(whole.fp8.scale_fwd[part], layer.fp8.scale_fwd)
-        assert torch.equal(whole.fp8.amax_history_fwd[:, part], layer.fp8.amax_history_fwd)
+        assert torch.equal(whole.scales.scale_fwd[part], layer.scales.scale_fwd)
+        assert torch.equal(whole.scales.amax_history_fwd[:, part], layer.scales.amax_history_fwd)
 
 
 def test_shapes():

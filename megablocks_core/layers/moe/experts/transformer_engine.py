@@ -33,7 +33,7 @@ def grouped_experts(
     etp: Group = LOCAL,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> "TransformerEngineExperts":
     """Experts for every ``experts=``: ``transformer_engine.pytorch.GroupedLinear`` three times.
 
     Arguments, names, marks, initial values and results are those of ``GroupedExperts``. Counts of

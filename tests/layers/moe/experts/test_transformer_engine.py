@@ -30,6 +30,7 @@ from tests.layers.moe.experts.cases import (
 )
 from tests.parallel.transformer_engine import fake
 from tests.parallel.transformer_engine.fake import fixture as fixture
+from tests.parallel.transformer_engine.fake_quantization import autocast
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -173,8 +174,6 @@ def test_a_decoder_of_their_parts_is_a_decoder():
 
 
 def test_recipes_round_and_keep_scales_by_projection(te):
-    from transformer_engine.pytorch import autocast
-
     torch.manual_seed(1)
     experts = grouped_experts(NUM_EXPERTS, 16, 32)
     x, routed = torch.randn(5, 16), routing(ROUTINGS["mixed"], dtype=torch.float32)
