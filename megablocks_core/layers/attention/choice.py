@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
-import torch
 from torch import Tensor
 
 from megablocks_core.layers.attention.backends import (
@@ -80,6 +79,9 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}")
 
 
-@torch.compiler.assume_constant_result
 def _installed(module: str) -> bool:
     return module in sys.modules or find_spec(module) is not None
+
+
+# As torch.compiler.assume_constant_result says it, which would load the compiler here.
+_installed._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

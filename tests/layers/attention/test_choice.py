@@ -7,11 +7,9 @@ from torch.testing import assert_close
 
 from megablocks_core.layers.attention import BACKENDS, AttentionSpec, attention
 from megablocks_core.layers.attention.backends import CAPABILITIES
-from megablocks_core.layers.attention.choice import chosen
+from megablocks_core.layers.attention.choice import _installed, chosen
 from megablocks_core.layers.attention.dropping import Dropped
 from tests.layers.attention.requests import by, kind, requests, results, sums, tensors
-
-CPU = ("sdpa", "flex", "naive")
 
 
 def test_the_names_are_those_of_the_table():
@@ -70,6 +68,14 @@ def test_auto_passes_by_devices_that_a_package_has_no_kernels_for(monkeypatch):
     for found, name in {(7, 5): "sdpa", (8, 0): "flash_attn", (10, 0): "flash_attn"}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None, f=found: f)
         assert chosen(q, k, v, AttentionSpec()) == name  # pyright: ignore
+
+
+def test_what_is_installed_is_a_constant_for_the_compiler():
+    def attend(x):
+        return x + 1 if _installed("flash_attn_of_nobody") else x + 2
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == 2
 
 
 class _OnCuda:
