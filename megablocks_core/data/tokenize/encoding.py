@@ -20,6 +20,7 @@ class Settings(NamedTuple):
 
     Attributes:
         tokenizer: Its spec.
+        name: Of the tokenizer, which has its hash.
         engine: Not "auto".
         end: The id that ends each document, if one does.
         dtype: Of the ids.
@@ -28,6 +29,7 @@ class Settings(NamedTuple):
     """
 
     tokenizer: str
+    name: str
     engine: str
     end: int | None
     dtype: str
@@ -68,6 +70,8 @@ class UnitEncoder:
         self.settings = settings
         self._dtype = np.dtype(settings.dtype)
         plain = open_encoder(settings.tokenizer)
+        if plain.name != settings.name:
+            raise ValueError(f"tokenizer={settings.tokenizer!r} has changed since the run began")
         fast = settings.engine != HF
         self._encoder: Encoder = open_fast(settings.tokenizer, plain) if fast else plain
         self._reader = UnitReader(settings.key, settings.max_bytes)

@@ -11,9 +11,9 @@ from typing import Any
 from megablocks_core.data.builder import smallest_dtype
 from megablocks_core.data.checks import prefix_of, whole_number
 from megablocks_core.data.publish import Staging
-from megablocks_core.data.tokenize.encoders import Encoder, end_of_document, open_encoder
+from megablocks_core.data.tokenize.encoders import end_of_document, open_encoder
 from megablocks_core.data.tokenize.encoding import Encoded, Settings
-from megablocks_core.data.tokenize.fast_engine import AUTO, choose_engine
+from megablocks_core.data.tokenize.fast_engine import AUTO, HF, choose_engine
 from megablocks_core.data.tokenize.inputs import Input, find_inputs, refuse_changed
 from megablocks_core.data.tokenize.pool import OwnProcess, Pool, Workers
 from megablocks_core.data.tokenize.publication import conclude, is_published, publish
@@ -115,9 +115,10 @@ def tokenize(
     plain = open_encoder(tokenizer)
     end = end_of_document(plain, append_eod)
     dtype = smallest_dtype(plain.vocab_size).name
-    engine, _ = choose_engine(tokenizer, engine, plain, _sample(files, key, max_bytes))
-    settings = Settings(tokenizer, engine, end, dtype, key, max_bytes)
-    staged = _open_staged(prefix, files, plain, settings, overwrite)
+    sample = [] if engine == HF else _sample(files, key, max_bytes)
+    engine, _ = choose_engine(tokenizer, engine, plain, sample)
+    settings = Settings(tokenizer, plain.name, engine, end, dtype, key, max_bytes)
+    staged = _open_staged(prefix, files, settings, overwrite)
     try:
         resumed = staged.counts.units
         if on_bad == STOP and staged.counts.bad:
@@ -137,11 +138,9 @@ def tokenize(
     return _report(staged.counts, settings, resumed)
 
 
-def _open_staged(
-    prefix: str, files: list[Input], plain: Encoder, settings: Settings, overwrite: bool
-) -> Staged:
+def _open_staged(prefix: str, files: list[Input], settings: Settings, overwrite: bool) -> Staged:
     recipe: dict[str, Any] = {
-        "tokenizer": plain.name,
+        "tokenizer": settings.name,
         "tokenizer_spec": settings.tokenizer,
         "engine": settings.engine,
         "end": settings.end,

@@ -16,7 +16,8 @@ from .conftest import END, json_lines
 
 def encode(folder, tokenizer, end, texts):
     (folder / "a.jsonl").write_bytes(json_lines(texts))
-    encoder = UnitEncoder(Settings(tokenizer, "hf", end, "uint16", "text", 10**6))
+    name = open_encoder(tokenizer).name
+    encoder = UnitEncoder(Settings(tokenizer, name, "hf", end, "uint16", "text", 10**6))
     (unit,) = plan(find_inputs([folder]), key="text", unit_bytes=10**6, max_bytes=10**6)
     return encoder, unit
 
@@ -87,6 +88,12 @@ def test_f_111_no_id_wraps(tmp_path, monkeypatch):
     found = encoder.encode(unit)
     assert len(found.ids) == 0
     assert found.bad == [Bad(0, 1, "cannot be encoded by the tokenizer")]
+
+
+def test_a_tokenizer_that_changed_is_refused(bpe):
+    settings = Settings(f"hf:{bpe}", "hf of before", "hf", None, "uint16", "text", 10**6)
+    with pytest.raises(ValueError, match=r"tokenizer='hf:.*' has changed since"):
+        UnitEncoder(settings)
 
 
 def test_hashes_of_no_documents():

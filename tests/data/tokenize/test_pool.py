@@ -13,7 +13,7 @@ from megablocks_core.data.tokenize.units import plan
 
 from .conftest import json_lines, some_texts
 
-SETTINGS = Settings("bytes", "hf", None, "uint16", "text", 10**6)
+SETTINGS = Settings("bytes", "bytes", "hf", None, "uint16", "text", 10**6)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -401,6 +402,51 @@ def test_a_full_disk_leaves_nothing_that_looks_complete_and_goes_on(
     report = tokenize([folder], tmp_path / "x", **given)
     assert (report.resumed > 0) == (room == 9000)
     assert contents(tmp_path / "x") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("limit", [300, 1100, 2000])
+def test_the_kernel_writes_no_byte_past_a_limit(tmp_path, small_units, hostile, limit):
+    """As on a full disk, a write is cut short somewhere in a file."""
+    folder, _ = hostile
+    given = {"tokenizer": "bytes", "workers": 0, "on_bad": "skip", "append_eod": True}
+    tokenize([folder], tmp_path / "whole", **given)
+
+    def limited():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        tokenize([folder], tmp_path / "x", **given)
+
+    assert run_in_child(limited) == 1
+    assert [name for name in os.listdir(tmp_path) if name.startswith("x.")] == ["x.tokenizing"]
+    tokenize([folder], tmp_path / "x", **given)
+    assert contents(tmp_path / "x") == contents(tmp_path / "whole")
+
+
+def test_progress_is_told_of_every_byte_and_not_of_those_done_before(
+    tmp_path, monkeypatch, small_units, hostile
+):
+    shown = []
+
+    class Recorder:
+        def __init__(self, what, total):
+            shown.append([total])
+
+        def add(self, nbytes):
+            shown[-1].append(nbytes)
+
+        def close(self):
+            shown[-1].append("closed")
+
+    monkeypatch.setattr(tokenizing, "Progress", Recorder)
+    total = sum(path.stat().st_size for path in hostile[0].iterdir())
+    with pytest.raises(BadText):
+        tokenize([hostile[0]], tmp_path / "x", tokenizer="bytes", workers=0)
+    tokenize([hostile[0]], tmp_path / "x", tokenizer="bytes", workers=0, on_bad="skip")
+    first, second = shown
+    assert first[-1] == second[-1] == "closed"
+    assert first[0] == total
+    assert second[0] == sum(second[1:-1]) == total - sum(first[1:-1])
+    assert len(first) > 2
 
 
 def test_no_room_for_the_index_leaves_no_dataset(tmp_path, monkeypatch, small_units, hostile):

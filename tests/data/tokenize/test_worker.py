@@ -12,7 +12,7 @@ from megablocks_core.data.tokenize.worker import Failure
 
 from .conftest import json_lines, some_texts
 
-SETTINGS = Settings("bytes", "hf", 256, "uint16", "text", 10**6)
+SETTINGS = Settings("bytes", "bytes", "hf", 256, "uint16", "text", 10**6)
 
 
 def started():
