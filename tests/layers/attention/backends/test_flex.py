@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -26,6 +27,29 @@ def test_every_kind_equals_the_twin(name):
 def test_more_and_fewer_queries_than_keys_equal_the_twin(tokens):
     given = tensors(rows=2, tokens=tokens, keys=6, value_width=16)
     check(AttentionSpec(window=(2, None), sinks=torch.ones(4)), given)
+
+
+@pytest.mark.parametrize("name", ["window", "sinks", "documents with pads", "soft cap"])
+def test_inside_a_compiled_function_nothing_changes(name):
+    spec, given = kind(name, torch.float32), [x.detach().float() for x in tensors()]
+
+    def attend(q, k, v):
+        return attention(q, k, v, spec, backend="flex")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(*given), attend(*given))
+
+
+def test_masks_are_made_without_a_read(monkeypatch):
+    # The check of boundaries is then that of other devices than the CPU.
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with FakeTensorMode():
+        spec = AttentionSpec(
+            cu_seqlens=torch.empty(3, dtype=torch.int32),
+            cu_seqlens_padded=torch.empty(3, dtype=torch.int32),
+        )
+        mask = flex.block_mask(300, 300, spec, Boundaries(spec, 300), CPU)
+    assert mask.kv_indices.shape == (1, 1, 3, 3)
 
 
 @pytest.mark.slow

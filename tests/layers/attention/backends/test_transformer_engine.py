@@ -10,7 +10,8 @@ from torch.testing import assert_close
 
 from megablocks_core.layers.attention import AttentionSpec
 from megablocks_core.layers.attention.backends import transformer_engine
-from tests.layers.attention.backends.test_flash_attn import check_pads
+from tests.layers.attention import fake_flash_attn
+from tests.layers.attention.backends.test_flash_attn import check_no_read, check_pads
 from tests.layers.attention.published import needs_oracle, signature_of, source_of
 from tests.layers.attention.requests import by, requests, results, sums, tensors
 from tests.parallel.transformer_engine import fake
@@ -63,6 +64,17 @@ def test_f_099_gradients_come_to_the_sinks_that_were_given(te):
 
 def test_f_100_pads_neither_attend_nor_are_attended(te):
     check_pads(transformer_engine.attention)
+
+
+def test_boundaries_stay_on_their_device_where_the_longest_is_given(te, monkeypatch):
+    # The stand-in reads boundaries, as kernels do on the device.
+    monkeypatch.setattr(
+        DotProductAttention,
+        "forward",
+        lambda self, q, k, v, **options: q.new_empty(*v.shape[:-2], v.shape[-2:].numel()),
+    )
+    fake_flash_attn.install(monkeypatch)
+    check_no_read(monkeypatch, transformer_engine.attention)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
