@@ -43,6 +43,8 @@ def decoder_from_hf(
     layout_of(config)  # before a model is built that no memory holds: sizes that cannot be
     if dtype is None:
         dtype = _dtype_of(config)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={dtype!r} must be a floating-point dtype of torch")
     decoder = Decoder(spec, mesh=mesh, device="meta", dtype=dtype)
     load_hf(decoder, folder, device=device)
     return decoder

@@ -48,8 +48,10 @@ def dequantised(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Lazy]:
     settings = config.get(_ENTRY)
     if settings is None:
         return dict(tensors)
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{_ENTRY}={settings!r} must name a quant_method")
     method = settings.get("quant_method")
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         served = ", ".join(_METHODS)
         raise ValueError(f"{_ENTRY}: quant_method={method!r} must be one of {served}")
     faults: list[str] = []

@@ -274,9 +274,11 @@ class Decoder(nn.Module):
                 left out then.
 
         Raises:
-            ValueError: Something drops and ``dropout`` is missing, ``sample_ids`` has another
-                shape, or see ``Attention``.
+            ValueError: Tokens or ``cu_seqlens`` are no tensor of integers, or there are no tokens;
+                something drops and ``dropout`` is missing; ``sample_ids`` has another shape; or see
+                ``Attention``.
         """
+        _check_tokens(tokens_T, cu_seqlens, cu_seqlens_padded)
         num_tokens = tokens_T.shape[-1]
         if positions is None and cu_seqlens is not None:
             positions = document_positions(num_tokens, cu_seqlens, cu_seqlens_padded)
@@ -378,3 +380,20 @@ def _biases_on_choices(decoder: nn.Module) -> list[Tensor]:
 def _is_norm(part: nn.Module) -> bool:
     own = list(part.parameters(recurse=False))
     return bool(own) and all(parameter.dim() == 1 for parameter in own)
+
+
+def _check_tokens(tokens: object, *ends: object) -> None:
+    """Raise unless there are tokens, and documents' ends are what they must be.
+
+    Raises:
+        ValueError: As said.
+    """
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens must be a tensor of int64 or int32 ids, not {kind}")
+    if tokens.dim() == 0 or tokens.shape[-1] == 0:
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)} must have at least one in a row")
+    for name, given in zip(("cu_seqlens", "cu_seqlens_padded"), ends, strict=True):
+        if given is not None and not (isinstance(given, Tensor) and given.dim() == 1):
+            kind = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(f"{name} must be a tensor of the ends of documents [E+1], not {kind}")

@@ -446,3 +446,19 @@ def test_hidden_states_give_the_loss_and_gradients_of_logits(tied, sequence_para
         loss.backward()
         results.append([loss, *(parameter.grad for parameter in decoder.parameters())])
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
+
+
+def test_what_are_no_tokens_or_documents_is_refused_by_name():
+    decoder = Decoder(DecoderSpec(96, 32, 48, 1, 4, 2, 8))
+    tokens = torch.arange(8)
+    for wrong in (tokens.float(), tokens.tolist(), None, tokens.bool()):
+        with pytest.raises(ValueError, match="^tokens must be a tensor of int64 or int32 ids, not"):
+            decoder(wrong)
+    for wrong in (tokens[:0], tokens.view(8, 1)[:, :0], tokens[0]):
+        with pytest.raises(ValueError, match=r"^tokens of shape .* must have at least one in a r"):
+            decoder(wrong)
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        for wrong in ([0, 3, 8], (0, 8), 8, torch.tensor(8), torch.tensor([[0, 8]])):
+            documents: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 8]), name: wrong}
+            with pytest.raises(ValueError, match=f"^{name} must be a tensor of the ends of docum"):
+                decoder(tokens, **documents)

@@ -148,6 +148,8 @@ class DecoderSpec:
             )
         for name in ("attention_dropout", *OWN_DROPOUTS):
             check_probability(getattr(self, name), name)
+        if not (isinstance(self.norm_eps, int | float) and self.norm_eps >= 0):
+            raise ValueError(f"norm_eps={self.norm_eps!r} must be a number of at least 0")
         object.__setattr__(self, "rope_scaling", check_scaling(self.rope_scaling))
         if self.family not in FAMILIES | HYBRIDS:
             known = ", ".join(FAMILIES | HYBRIDS)
