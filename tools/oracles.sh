@@ -21,6 +21,20 @@ export MEGABLOCKS_REQUIRE_NATIVE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # Each oracle is installed without its dependencies, which would replace the pinned torch.
 install() { "$python" -m pip install -q -c "$env/constraints.txt" "$@"; }
 
+# Shows this environment what .venv holds, behind all that is installed here: neither torch nor the
+# extension is made again. Only where .venv is ready, of the same Python, and of the same pins.
+see_venv() {
+    local version='import sys; print(sys.version)' ours theirs
+    local packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+    ours=$("$python" -c "$packages")
+    rm -f "$ours/venv.pth"
+    cmp -s constraints.txt "$env/constraints.txt" || return 1
+    [ -e .venv/.ready ] && [ -z "$(find "${made_of[@]}" -newer .venv/.ready)" ] || return 1
+    [ "$(.venv/bin/python -c "$version")" = "$("$python" -c "$version")" ] || return 1
+    theirs=$(.venv/bin/python -c "$packages")
+    echo "import site; site.addsitedir('$theirs')" >"$ours/venv.pth"
+}
+
 build() {
     [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$env"
     cp constraints.txt "$env/constraints.txt"
@@ -32,8 +46,11 @@ build() {
         sed -i.bak -E '/^(numpy|python-dateutil)==/d' "$env/constraints.txt"
         echo numpy==2.1.3 >>"$env/constraints.txt"
     fi
-    install scikit-build-core nanobind cmake ninja setuptools
-    install --no-build-isolation -e .
+    if ! see_venv; then
+        install scikit-build-core nanobind cmake ninja
+        install --no-build-isolation -e .
+    fi
+    install setuptools
     install hypothesis packaging pytest pytest-timeout transformers
 
     case $name in
@@ -79,7 +96,8 @@ build() {
     touch "$env/.ready"
 }
 
-inputs=(constraints.txt pyproject.toml CMakeLists.txt cpp tools/oracles.sh)
+made_of=(constraints.txt pyproject.toml CMakeLists.txt cpp)
+inputs=("${made_of[@]}" tools/oracles.sh)
 if [ ! -e "$env/.ready" ] || [ -n "$(find "${inputs[@]}" -newer "$env/.ready")" ]; then
     build >&2
 fi
