@@ -1,11 +1,15 @@
 """Scales follow the published rules, block by block, and rounding errs no more than it may."""
 
+from importlib import import_module
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
 
-from megablocks_core.parallel.recipes.formats import E4M3, E5M2
+from megablocks_core.parallel.recipes.formats import E2M1, E4M3, E5M2, codes_of, packed
 from megablocks_core.parallel.recipes.scaling import (
+    _SIGNS,
     amax_of,
     block_amax,
     current_scale,
@@ -17,6 +21,7 @@ from megablocks_core.parallel.recipes.scaling import (
     spread,
     turned,
 )
+from tests.parallel.transformer_engine import real
 
 
 def matrix(rows, columns, dtype=torch.float32):
@@ -145,3 +150,37 @@ def test_a_turn_keeps_products_and_spreads_a_single_value():
     assert turned(torch.eye(16))[:, 0].tolist() == [0.25] * 16
     assert turned(torch.eye(16))[0, 3] == -0.25
     assert turned(torch.zeros(0, 3)).shape == (0, 3)
+
+
+@real.needs_oracle
+@pytest.mark.parametrize("block", [(1, 16), (16, 16)])
+def test_nvfp4_is_the_published_reference_to_the_bit(block):
+    x = matrix(64, 96)
+    with real.imported():
+        published = import_module("transformer_engine.pytorch.custom_recipes.reference_nvfp4")
+        codes, scales = published.NVFP4QuantizerRef._quantize_blockwise_reference(
+            x, amax_of(x).view(1), block[1], block[0], pow_2_scales=False, eps=0.0
+        )
+    ours = round_nvfp4(x, block)
+    assert torch.equal(packed(codes_of(ours.numbers, E2M1)), codes)
+    assert torch.equal(spread(ours.factors, (block[0], 1), scales.shape), scales.float())
+
+
+@real.needs_oracle
+def test_turns_and_scales_of_tensors_are_the_published_references():
+    x = matrix(64, 48)
+    with real.imported():
+        four: Any = import_module("transformer_engine.pytorch.custom_recipes.reference_nvfp4")
+        four.get_wgrad_sign_vector = lambda: torch.tensor(_SIGNS)
+        names = import_module("transformer_engine.pytorch.custom_recipes.reference_utils")
+        quantizer = four.NVFP4QuantizerRef(names.Fp4Formats.E2M1, with_rht=True)
+        assert_close(turned(x), quantizer._apply_rht(x.t().contiguous()).t())
+        eight = import_module("transformer_engine.pytorch.custom_recipes.reference_current_scaling")
+        amax = torch.cat([x.abs().flatten(), torch.tensor([0.0, 1e-42])])
+        for to, dtype in ((E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)):
+            for power_of_two in (False, True):
+                scale, _, _ = eight._scale_from_amax_tensor(
+                    torch.float32, amax, dtype, eps=1e-3, pow_2_scales=power_of_two
+                )
+                ours = current_scale(amax, to, power_of_two=power_of_two, epsilon=1e-3)
+                assert_close(ours, scale, rtol=1e-7, atol=0)

@@ -1,5 +1,7 @@
 """Every field of a recipe reaches Transformer Engine, and contexts are its own."""
 
+import sys
+
 import pytest
 
 from megablocks_core.parallel.recipes import (
@@ -14,9 +16,18 @@ from megablocks_core.parallel.recipes import (
     to_transformer_engine,
 )
 from megablocks_core.parallel.recipes.recipe import RECIPES
+from tests.parallel.transformer_engine import real
 from tests.parallel.transformer_engine.fake import installed
 from tests.parallel.transformer_engine.fake_quantization import FP8GlobalStateManager
 
+ENVIRONMENT = (
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+    "NVTE_NVFP4_DISABLE_RHT",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION",
+)
 QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
@@ -26,11 +37,25 @@ def transformer_engine():
         yield
 
 
+@pytest.fixture(params=["fake", pytest.param("real", marks=real.needs_oracle)])
+def either(request, transformer_engine, monkeypatch):
+    """The fake, and the real package whose environment says otherwise."""
+    if request.param == "fake":
+        yield
+        return
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "1")
+    with real.imported():
+        yield
+
+
 def told(theirs, *names):
     return tuple(getattr(theirs, name) for name in names)
 
 
-def test_delayed_scaling():
+def test_delayed_scaling(either):
     recipe = DelayedScaling("e4m3", 2, 16, "most_recent", False)
     theirs = to_transformer_engine(recipe)
     assert type(theirs).__name__ == "DelayedScaling"
@@ -40,7 +65,7 @@ def test_delayed_scaling():
     assert to_transformer_engine(DelayedScaling()).fp8_format.name == "HYBRID"
 
 
-def test_current_scaling():
+def test_current_scaling(either):
     theirs = to_transformer_engine(CurrentScaling("e4m3", True, 1e-3, "high_precision"))
     assert type(theirs).__name__ == "Float8CurrentScaling"
     names = ("use_power_2_scales", "backward_override")
@@ -56,7 +81,7 @@ def test_current_scaling():
     ("squares", "dims"),
     [("input", (2, 1, 1)), ("weight", (1, 2, 1)), ("gradient", (1, 1, 2)), ("none", (1, 1, 1))],
 )
-def test_block_scaling(squares, dims):
+def test_block_scaling(either, squares, dims):
     theirs = to_transformer_engine(BlockScaling("hybrid", squares, False, 0.5, "dequantized"))
     assert type(theirs).__name__ == "Float8BlockScaling"
     names = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
@@ -69,7 +94,7 @@ def test_block_scaling(squares, dims):
     assert {params.power_2_scale for params in told(plain, *QUANTIZERS)} == {True}
 
 
-def test_mxfp8():
+def test_mxfp8(either):
     theirs = to_transformer_engine(MXFP8("hybrid", True, "dequantized"))
     assert type(theirs).__name__ == "MXFP8BlockScaling"
     assert told(theirs, "enable_2d_quantization", "backward_override") == (True, "dequantized")
@@ -77,7 +102,7 @@ def test_mxfp8():
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_nvfp4(on):
+def test_nvfp4(either, on):
     theirs = to_transformer_engine(NVFP4(on, not on, on, "high_precision"))
     assert type(theirs).__name__ == "NVFP4BlockScaling"
     names = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
@@ -87,7 +112,7 @@ def test_nvfp4(on):
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_equal_recipes_share_one_object(kind):
+def test_equal_recipes_share_one_object(either, kind):
     assert to_transformer_engine(kind()) is to_transformer_engine(kind())
     with pytest.raises(ValueError, match="recipe=None must be a recipe"):
         to_transformer_engine(None)
@@ -122,8 +147,6 @@ def test_weights_are_initialised_in_the_recipes_numbers():
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    import sys
-
     for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
         monkeypatch.setitem(sys.modules, name, None)
     for call in (to_transformer_engine, initialise):
