@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import xxhash
 
 from megablocks_core.data import IndexedDataset, IndexedDatasetBuilder, publish
 from megablocks_core.data.manifest import SUFFIX
@@ -244,6 +245,35 @@ def test_what_a_killed_builder_left_is_removed_and_what_a_live_one_writes_is_not
     build(tmp_path / "a", NEW)
     alive.discard()
     assert names(tmp_path) == sorted([*FILES, "a.0123abcd.tmp.binary", "ab.0123abcd.tmp.bin"])
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_file_that_is_adopted_is_published_and_lives_as_long_as_its_builder(
+    tmp_path, monkeypatch, copied
+):
+    def refuse(*names):
+        raise OSError(95, "Operation not supported")
+
+    if copied:
+        monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "b").mkdir()
+    tokens = np.array([1, 2, 3], np.int32)
+    tokens.tofile(tmp_path / "b" / "tokens")
+    writer = IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32)
+    adopted = writer._files.adopt(
+        ".bin", tmp_path / "b" / "tokens", xxhash.xxh3_128(tokens.tobytes())
+    )
+    other = IndexedDatasetBuilder(tmp_path / "a", dtype=np.int32)  # removes what is not alive
+    other.discard()
+    writer._lengths.append(3)
+    writer._document_indices.append(1)
+    writer._hashes.append(7)
+    writer.finish()
+    assert adopted.record().size == 12
+    dataset = IndexedDataset(tmp_path / "a")
+    dataset.verify()
+    assert dataset[0].tolist() == [1, 2, 3]
+    assert (tmp_path / "b" / "tokens").read_bytes() == tokens.tobytes()
 
 
 def test_a_lock_left_by_a_killed_process_is_free(tmp_path):

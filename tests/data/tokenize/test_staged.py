@@ -53,6 +53,29 @@ def test_a_staged_folder_goes_on_after_what_was_committed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_line_of_the_journal_is_written_after_all_that_it_promises_is_synced(
+    tmp_path, monkeypatch
+):
+    staged = Staged(tmp_path / "x", RECIPE)
+    names = {staged._descriptors[name]: name for name in staged._descriptors}
+    calls = []
+    for call in ("write", "sync"):
+        real = getattr(disk, call)
+
+        def noted(descriptor, *rest, call=call, real=real):
+            calls.append((call, names[descriptor]))
+            return real(descriptor, *rest)
+
+        monkeypatch.setattr(disk, call, noted)
+    staged.append(*unit(1))
+    assert {call for call, _ in calls} == {"write"}
+    calls.clear()
+    staged.commit()
+    assert calls[-2:] == [("write", "journal"), ("sync", "journal")]
+    assert sorted(calls[:-2]) == sorted(("sync", name) for name in FILES)
+    staged.close()
+
+
 def test_lines_are_counted_by_file(tmp_path):
     staged = Staged(tmp_path / "x", RECIPE)
     assert staged.lines_before(unit(1)[0]) == 0
