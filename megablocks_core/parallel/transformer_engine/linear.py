@@ -89,6 +89,7 @@ class ParallelLinear(LowPrecision):
         super().__init__()
         self.in_features, self.out_features = ours.in_features, ours.out_features
         self.sequence_parallel, self.group = ours.sequence_parallel, ours.group
+        self.amax_group = ours.group
         self.spec = ours.spec
         device = torch.get_default_device() if device is None else device
         for name in ("weight", "bias"):

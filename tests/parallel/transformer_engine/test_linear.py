@@ -10,15 +10,21 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megablocks_core.ckpt import load, save
-from megablocks_core.groups import LOCAL, Mesh, Segment, gather_from, marks
-from megablocks_core.parallel import ColumnParallelLinear, RowParallelLinear
+from megablocks_core.groups import LOCAL, Mesh, Segment, gather_from, gather_whole, marks
+from megablocks_core.parallel import (
+    ColumnParallelLinear,
+    DataParallel,
+    RowParallelLinear,
+    fully_shard,
+    recipes,
+)
 from megablocks_core.parallel.initial import reset_parameters
 from megablocks_core.parallel.recipes import MXFP8, DelayedScaling
 from megablocks_core.parallel.transformer_engine import linear
 from megablocks_core.testing import assert_parallel_equivalence, ranks
 from tests.parallel.transformer_engine import fake
 from tests.parallel.transformer_engine.fake import fixture as fixture
-from tests.parallel.transformer_engine.fake_quantization import autocast
+from tests.parallel.transformer_engine.fake_quantization import FP8GlobalStateManager, autocast
 from tests.parallel.transformer_engine.fake_recipe import MXFP8BlockScaling
 
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -202,3 +208,55 @@ def test_a_layer_without_a_recipe_stays_out_of_autocast(te):
         assert_same(layer, ours, torch.randn(3, 8, **DOUBLE))
         layer.recipe = MXFP8()
         assert not torch.equal(layer(x := torch.randn(3, 8, **DOUBLE)), ours(x))
+
+
+def _mlp(group=LOCAL):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        linear(16, 32, parallel_mode="column", group=group, **DOUBLE),
+        torch.nn.SiLU(),
+        linear(32, 16, parallel_mode="row", group=group, **DOUBLE),
+    )
+
+
+@ranks(2, 4)
+def test_a_rounded_model_over_ranks_is_that_of_one_process():
+    recipe, runs = DelayedScaling(amax_history_len=2), []
+    with fake.installed():
+        for group in (LOCAL, Mesh(tp=dist.get_world_size()).group("tp")):
+            FP8GlobalStateManager.reset()
+            model, run = _mlp(group), {}
+            for layer in (model[0], model[2]):
+                layer.recipe = recipe  # pyright: ignore[reportAttributeAccessIssue]
+            for step in range(3):
+                torch.manual_seed(step)
+                with recipes.autocast(recipe):
+                    y = model(torch.randn(16, 16, **DOUBLE) * (step + 1))
+                y.square().sum().backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        assert parameter.grad is not None
+                        parameter -= 1e-3 * parameter.grad
+                        parameter.grad = None
+                run[f"y{step}"] = y.detach()
+            runs.append(run | {name: each.clone() for name, each in model.named_buffers()})
+    torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-8)
+    assert all(scale > 1 for scale in runs[0]["0.fp8.scale_fwd"][:2])
+
+
+@ranks(2)
+def test_wrapped_for_data_parallelism_a_model_trains_as_one():
+    dp = Mesh(dp=2).group("dp")
+    with fake.installed():
+        whole = _mlp()
+        x = torch.randn(4, 16, **DOUBLE)
+        whole(x).square().sum().backward()
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+        for wrap in (fully_shard, DataParallel):
+            model = wrap(_mlp(), group=dp, reduction="sum")
+            model(x.chunk(2)[dp.rank]).square().sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            torch.testing.assert_close(gather_whole(model), gather_whole(whole))

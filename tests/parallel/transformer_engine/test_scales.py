@@ -149,7 +149,7 @@ def test_amaxes_are_reduced_over_the_group_alone():
         tp = mesh.group("tp")
         for sequence_parallel in (False, True):
             layer = built(group=tp, sequence_parallel=sequence_parallel)
-            layer.amax_group = tp
+            assert layer.amax_group is tp
             torch.manual_seed(0)
             torch.nn.init.normal_(layer.weight, std=1 + dist.get_rank())
             with outer():
@@ -167,6 +167,7 @@ def test_amaxes_are_reduced_over_the_group_alone():
             expected = torch.tensor(448 / (1 + dist.get_rank()))
             torch.testing.assert_close(alone.scales.scale_fwd[1], expected)
         layer = built(group=tp, sequence_parallel=True)
+        layer.amax_group = LOCAL
         with pytest.raises(ValueError, match="amax_group=.* must hold the ranks"), outer():
             layer(torch.randn(16, 16))
 
