@@ -50,7 +50,7 @@ def checkpoint_to_hf(
     """Write the weights in a training checkpoint as a folder that transformers opens.
 
     The files have the bytes that ``save_hf`` writes of the same model. One tensor is in memory at
-    a time, or the parts of one. The folder appears whole or not at all.
+    a time, or those that a few MiB of one are made of. The folder appears whole or not at all.
 
     Args:
         checkpoint: Of this library, at any layout; of torch's DCP; or of Megatron's ``torch_dist``.
@@ -91,15 +91,21 @@ def checkpoint_to_hf(
     files = planned(wholes, layout, dtypes)
     name_dtype(said, files)
     done = sum(whole.nbytes for whole in wholes)
-    total = 2 * done
+    total = done + sum(whole.nbytes for whole in files)
     looked_at = _slabs(opened, parts, lambda so_far: progress and progress(so_far, total))
     check_values(looked_at, layout, dtypes, group=LOCAL, allow_nonfinite=allow_nonfinite)
     draft = HfDraft(target, files, layout, max_file_bytes)
     try:
         draft.open()
-        for whole in wholes:
-            draft.add(whole.name, _values(opened, parts[whole.name]))
-            done += whole.nbytes
+        held: dict[str, Tensor] = {}
+        for slab, boxes in draft.wanted()[0]:
+            names = dict.fromkeys(name for name, _ in boxes)
+            held = {name: held[name] for name in names if name in held}
+            for name in names:
+                if name not in held:
+                    held[name] = _values(opened, parts[name])
+            draft.add(slab, [held[name][box] for name, box in boxes])
+            done += slab.nbytes
             if progress is not None:
                 progress(done, total)
         draft.publish(said, beside)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megablocks_core.export.dtypes import Dtypes, dtype_of
-from megablocks_core.export.joining import Joiner
-from megablocks_core.export.layout import Layout, Shapes
+from megablocks_core.export.joining import Joined, NamedBox
+from megablocks_core.export.layout import Layout, Rule, Shapes
+from megablocks_core.export.operations import Box
+from megablocks_core.export.slabs import slabs
 from megablocks_core.export.source import INDEX, SINGLE
 from megablocks_core.export.verifying import check_schema
 from megablocks_core.files import NewFolder, create_file
@@ -73,6 +77,15 @@ def name_dtype(config: dict[str, Any], wholes: list[Whole]) -> None:
     config["dtype"] = config["torch_dtype"] = max(sizes, key=lambda name: sizes[name])
 
 
+class Slab(NamedTuple):
+    """What is written at a time: a box of a tensor of the files, and its size there."""
+
+    name: str
+    box: Box
+    nbytes: int
+    joined: Joined
+
+
 class HfDraft:
     """The folder in the making, on one of the ranks that write; files go to these in turn.
 
@@ -85,7 +98,6 @@ class HfDraft:
         num_ranks: How many write.
 
     Attributes:
-        owners: By name of ours, the ranks whose files have a part of it.
         staging: Where the files are until then; known once the folder is made.
     """
 
@@ -100,25 +112,30 @@ class HfDraft:
         num_ranks: int = 1,
     ) -> None:
         self._target = target
-        self._joiner = Joiner(layout.rules)
+        self._rules = {name: rule for rule in layout.rules for name in rule.theirs}
         self._files = _split(wholes, max_file_bytes)
         self._waiting = list(self._files)[rank::num_ranks]
-        self._own = {whole.name for file in self._waiting for whole in self._files[file]}
         self._dtypes = {whole.name: whole.dtype for whole in wholes}
-        writers = {
-            whole.name: number % num_ranks
-            for number, members in enumerate(self._files.values())
-            for whole in members
-        }
-        self.owners = {
-            ours: sorted({writers[name] for name in rule.theirs})
-            for rule in layout.rules
-            for ours in rule.ours
-        }
+        self._num_ranks = num_ranks
         self.staging: Path | None = None
         self._folder: NewFolder | None = None
         self._writer: SafetensorsWriter | None = None
-        self._left = 0
+
+    def wanted(self) -> dict[int, Iterator[tuple[Slab, list[NamedBox]]]]:
+        """By rank the slabs of its files, in order, each with the boxes of ours that it needs."""
+        return {rank: self._slabs(rank) for rank in range(self._num_ranks)}
+
+    def _slabs(self, rank: int) -> Iterator[tuple[Slab, list[NamedBox]]]:
+        made: tuple[Rule, Joined] | None = None
+        for file in list(self._files)[rank :: self._num_ranks]:
+            for name, shape, dtype in self._files[file]:
+                rule = self._rules[name]
+                if made is None or made[0] is not rule:  # one rule may make many
+                    made = rule, Joined(rule)
+                joined = made[1]
+                for box in slabs(shape, dtype):
+                    size = prod(part.stop - part.start for part in box) * dtype.itemsize
+                    yield Slab(name, box, size, joined), joined.needs(name, box)
 
     def open(self) -> None:
         """Make the folder.
@@ -129,23 +146,17 @@ class HfDraft:
         self._folder = NewFolder(self._target)
         self.staging = self._folder.staging
 
-    def add(self, part: str, values: Tensor) -> None:
-        """Write what ``part`` completes of this rank's files; parts come in order of the plan."""
-        for name, tensor in self._joiner.add(part, values).items():
-            if name in self._own:
-                self._write(name, tensor)
-
-    def _write(self, name: str, tensor: Tensor) -> None:
+    def add(self, slab: Slab, values: Sequence[Tensor]) -> None:
+        """Write the next slab of this rank's files, of the values of the boxes that it needs."""
         assert self.staging is not None
         if self._writer is None:
             file = self._waiting.pop(0)
-            members = self._files[file]
             path = self.staging / file
-            self._writer = SafetensorsWriter(path, members, metadata={"format": "pt"})
-            self._left = len(members)
-        self._writer.add(name, _converted(name, tensor, self._dtypes[name]))
-        self._left -= 1
-        if self._left == 0:
+            self._writer = SafetensorsWriter(path, self._files[file], metadata={"format": "pt"})
+        name, box, _, joined = slab
+        made = joined.made(name, box, values)
+        self._writer.write(name, _converted(name, made, self._dtypes[name]))
+        if self._writer.is_complete:
             self._writer.finish()
             self._writer = None
 

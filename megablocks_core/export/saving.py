@@ -43,8 +43,9 @@ def save_hf(
     """Write ``model``, from any layout, as a folder that transformers opens.
 
     The ranks of ``group`` write the files in turn, in a folder that all must see, and send each
-    other what goes into these, a bounded bucket at a time. Which file holds what, and its bytes,
-    depend on no layout. The folder appears whole or not at all.
+    other what goes into these, in slabs of bounded size: beyond its share no rank ever holds more
+    than some of them, however large a tensor is. Which file holds what, and its bytes, depend on
+    no layout. The folder appears whole or not at all.
 
     Args:
         model: A model of a family in ``families.FAMILIES``.
@@ -103,7 +104,7 @@ def save_hf(
                 if group.rank == 0:
                     draft.open()
             draft.staging = group.all_gather_object(draft.staging)[0]
-            collection.visit(draft.add, draft.owners)
+            collection.visit(draft.wanted(), draft.add)
             with together(task, group=group):
                 if group.rank == 0:
                     draft.publish(config, None if like is None else Path(like))

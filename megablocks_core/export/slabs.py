@@ -1,4 +1,4 @@
-"""Lazy tensors, some rows at a time."""
+"""Tensors some bytes at a time, in the order in which these lie in a file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 from megablocks_core.export.operations import Box, Lazy
 from megablocks_core.files.safetensors import DTYPE_CODES
+from megablocks_core.files.slices import boxes, full_box
 
-# Bytes that are read at once, if a row is no longer.
-SLAB_BYTES = 32 * 2**20
+# What is read, compared or written at once.
+SLAB_BYTES = 16 * 2**20
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
@@ -33,12 +34,9 @@ def nbytes_of(tensor: Lazy) -> int:
 
 
 def slabs(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
-    """Boxes that cover a tensor, of as many rows as ``SLAB_BYTES`` hold, or of one."""
-    if not shape:
-        yield ()
-        return
-    row = prod(shape[1:]) * dtype.itemsize
-    step = max(1, SLAB_BYTES // max(row, 1))
-    inside = tuple(slice(0, length) for length in shape[1:])
-    for start in range(0, shape[0], step):
-        yield (slice(start, min(start + step, shape[0])), *inside)
+    """Boxes of at most ``SLAB_BYTES`` that cover a tensor in its order; one if it is empty."""
+    whole = full_box((), shape)
+    if prod(shape):
+        yield from boxes(whole, dtype.itemsize, SLAB_BYTES)
+    else:
+        yield whole

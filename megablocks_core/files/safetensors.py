@@ -1,4 +1,4 @@
-"""Write a safetensors file tensor by tensor, holding no more than one of them.
+"""Write a safetensors file from front to back, as values come.
 
 The format: https://huggingface.co/docs/safetensors.
 """
@@ -166,18 +166,18 @@ class SafetensorsWriter:
         self._write(memoryview(header))
         self._begin()
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write the next tensor, which must be the next of ``wholes`` and lie on the CPU."""
-        assert Whole(name, tuple(tensor.shape), tensor.dtype) == self._waiting[-1]
-        self.write(tensor)
+    @property
+    def is_complete(self) -> bool:
+        """Whether all values have come."""
+        return not self._waiting
 
-    def write(self, values: Tensor) -> None:
+    def write(self, name: str, values: Tensor) -> None:
         """Write the next values of the next tensor, in order; they lie on the CPU, in any shape.
 
         An empty tensor takes one call as well.
         """
-        data = as_bytes(values).numpy().data
-        assert values.dtype == self._waiting[-1].dtype and data.nbytes <= self._left
+        data, whole = as_bytes(values).numpy().data, self._waiting[-1]
+        assert (name, values.dtype) == (whole.name, whole.dtype) and data.nbytes <= self._left
         self._write(data)
         self._left -= data.nbytes
         if not self._left:

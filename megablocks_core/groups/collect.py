@@ -1,18 +1,18 @@
-"""Whole logical tensors on the ranks that write them, a bounded bucket at a time, by marks.
+"""Boxes of whole logical tensors on the ranks that write them, a bounded round at a time, by marks.
 
-No rank ever holds more than its own share, the pieces of one bucket, and the whole tensors of that
-bucket which it writes.
+No rank ever holds more than its own share and what it sends and gets in one round.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,13 @@ from megablocks_core.groups.group import Group
 from megablocks_core.groups.outcome import together
 from megablocks_core.groups.placements import local, placement_specs
 
-BUCKET_BYTES = 64 * 2**20
+# What a rank sends and gets in a round, unless a single delivery is more.
+ROUND_BYTES = 64 * 2**20
+# Tensors whose cells are remembered, as one is often asked for box by box.
+_REMEMBERED = 64
+
+NamedBox = tuple[str, Box]
+T = TypeVar("T")
 
 
 class Held(NamedTuple):
@@ -72,22 +78,36 @@ class _Source:
 
 
 @dataclass
-class _Delivery:
-    """One whole tensor on its way to one rank, and where its cells come from."""
+class _Part:
+    """One box on its way to one rank, and where its cells come from."""
 
     whole: Whole
-    owner: int
+    box: Box
     cells: list[Cell]
     devices: dict[int, str]
+    is_there: bool
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the owner holds the whole tensor, in one piece."""
-        return [cell.rank for cell in self.cells] == [self.owner]
+    def nbytes(self, box: Box) -> int:
+        """The size of a part of the box."""
+        return prod(_lengths(box)) * self.whole.dtype.itemsize
+
+
+@dataclass
+class _Delivery(Generic[T]):
+    """What one rank wants at a time.
+
+    Attributes:
+        loads: By rank, the bytes that it sends or gets.
+    """
+
+    key: T
+    owner: int
+    parts: list[_Part]
+    loads: Mapping[int, int]
 
 
 class Collection:
-    """Plan, agreed between all ranks, to bring whole tensors to ranks of ``group``.
+    """Plan, agreed between all ranks, to bring boxes of whole tensors to ranks of ``group``.
 
     Args:
         held: This rank's shares; the placements of a DTensor cut inside its specs. A tensor need
@@ -99,8 +119,8 @@ class Collection:
             first rank, then what others hold besides.
 
     Attributes:
-        wholes: The tensors, in the order in which ``visit`` brings them: widest dtype first,
-            so that a file of them in this order is aligned, and then by ``order``.
+        wholes: The tensors: widest dtype first, so that a file of them in this order is aligned,
+            and then by ``order``.
 
     Raises:
         ValueError: On every rank: a share is on meta, its cuts name ranks outside ``group``,
@@ -124,96 +144,134 @@ class Collection:
             self._boxes = {share.whole.name: share.boxes for share in shares}
         sources = _sources(group.all_gather_object(shares))
         places = {name: place for place, name in enumerate(order)}
-        self._plan = sorted(
-            sources,
+        sources.sort(
             key=lambda source: (
                 -source.whole.dtype.itemsize,
                 places.get(source.whole.name, len(places)),
             ),
         )
-        self.wholes = [source.whole for source in self._plan]
+        self.wholes = [source.whole for source in sources]
+        by_name = {source.whole.name: source for source in sources}
+
+        @lru_cache(_REMEMBERED)
+        def cells(owner: int, name: str) -> list[Cell]:
+            return first_holders(by_name[name].boxes, before=owner)
+
+        self._sources, self._cells = by_name, cells
 
     def visit(
         self,
-        consume: Callable[[str, Tensor], None],
-        owners: Mapping[str, Sequence[int]] | None = None,
+        wanted: Mapping[int, Iterable[tuple[T, Sequence[NamedBox]]]],
+        consume: Callable[[T, list[Tensor]], None],
     ) -> None:
-        """Call ``consume(name, whole)`` on the ranks that a tensor is for, each in order.
+        """Call ``consume(key, values)`` on each rank for all that it wants, in order.
 
-        ``whole`` lies on the CPU and must not be changed or kept. Every rank must call this with
-        the same ``owners``. An exception on one rank, in ``consume`` too, raises on all. Sends
-        each element once to each owner that lacks it, and two small messages a bucket, which has
-        tensors for all owners, so that they consume side by side.
+        ``values`` lie on the CPU and must not be changed or kept. Every rank must call this with
+        the same ``wanted``. An exception on one rank, in ``consume`` too, raises on all. Sends
+        each element that a rank lacks once for each of its boxes that has it, and two small
+        messages a round, which has something for as many ranks as can be, so that they consume
+        side by side.
 
         Args:
-            consume: Takes a tensor.
-            owners: By name the ranks, within the group, that a tensor is for; default the first.
+            wanted: By rank, within the group, keys and the boxes that are wanted at a time: tensor
+                names, and slices with both ends for each dimension. A round is little more than
+                ``ROUND_BYTES`` on any rank if these are.
+            consume: Takes a key and the values of its boxes.
         """
-        for bucket in self._buckets(owners or {}):
+        for deliveries in self._rounds(wanted):
             with self._together():
-                outgoing = [self._outgoing(delivery) for delivery in bucket]
-            arrived = [
+                outgoing = [self._outgoing(delivery) for delivery in deliveries]
+            arrived = deque(
                 self._exchange(delivery, pieces)
-                for delivery, pieces in zip(bucket, outgoing, strict=True)
-            ]
+                for delivery, pieces in zip(deliveries, outgoing, strict=True)
+            )
+            del outgoing
             with self._together():
-                for delivery, whole in zip(bucket, arrived, strict=True):
+                for delivery in deliveries:
+                    values = arrived.popleft()
                     if delivery.owner == self._group.rank:
-                        consume(delivery.whole.name, whole)
+                        consume(delivery.key, values)
 
     def _together(self) -> AbstractContextManager[None]:
         return together(self._task, group=self._group, raises=self._raises)
 
-    def _buckets(self, owners: Mapping[str, Sequence[int]]) -> Iterator[list[_Delivery]]:
-        """Deliveries of about as many bytes to each rank, in the order of its plan."""
-        waiting: dict[int, deque[_Source]] = {}
-        for source in self._plan:
-            for owner in owners.get(source.whole.name, (0,)):
-                waiting.setdefault(owner, deque()).append(source)
-        while waiting:
-            limit, bucket = BUCKET_BYTES // len(waiting), []
-            for owner in sorted(waiting):
-                queue, size = waiting[owner], 0
-                while queue and (not size or size + queue[0].whole.nbytes <= limit):
-                    source = queue.popleft()
-                    size += max(source.whole.nbytes, 1)
-                    bucket.append(_delivery(source, owner))
-                if not queue:
-                    del waiting[owner]
-            yield bucket
+    def _rounds(
+        self, wanted: Mapping[int, Iterable[tuple[T, Sequence[NamedBox]]]]
+    ) -> Iterator[list[_Delivery[T]]]:
+        """Deliveries to the ranks in turn, until none that is next fits any more."""
+        queues = {owner: self._deliveries(owner, wanted[owner]) for owner in sorted(wanted)}
+        heads = {owner: next(queue, None) for owner, queue in queues.items()}
+        while any(heads.values()):
+            found: list[_Delivery[T]] = []
+            loads: Counter[int] = Counter()
+            before = -1
+            while before < len(found):
+                before = len(found)
+                for owner, head in heads.items():
+                    if head is None or (found and _exceeds(loads, head.loads)):
+                        continue
+                    found.append(head)
+                    loads.update(head.loads)
+                    heads[owner] = next(queues[owner], None)
+            yield found
 
-    def _outgoing(self, delivery: _Delivery) -> list[Tensor]:
-        """On the owner the memory for the whole, on the others the pieces to send."""
-        rank, name = self._group.rank, delivery.whole.name
+    def _deliveries(
+        self, owner: int, wanted: Iterable[tuple[T, Sequence[NamedBox]]]
+    ) -> Iterator[_Delivery[T]]:
+        for key, boxes in wanted:
+            parts, loads = [self._part(owner, name, box) for name, box in boxes], Counter[int]()
+            for part in parts:
+                loads[owner] += part.nbytes(part.box)
+                for rank, box in part.cells:
+                    loads[rank] += part.nbytes(box) if rank != owner else 0
+            yield _Delivery(key, owner, parts, loads)
+
+    def _part(self, owner: int, name: str, box: Box) -> _Part:
+        source = self._sources[name]
+        is_there = any(_lies_in(box, own) for own in source.boxes[owner])
+        cells = [] if is_there else _common(self._cells(owner, name), box)
+        return _Part(source.whole, box, cells, source.devices, is_there)
+
+    def _outgoing(self, delivery: _Delivery[T]) -> list[Tensor]:
+        """On the owner the memory for each box, on the others the pieces to send."""
+        rank = self._group.rank
         if rank == delivery.owner:
-            if delivery.is_there:
-                return [self._held[name].cpu()]
-            return [torch.empty(delivery.whole.shape, dtype=delivery.whole.dtype)]
+            return [
+                self._own(part.whole.name, part.box).cpu()
+                if part.is_there
+                else torch.empty(_lengths(part.box), dtype=part.whole.dtype)
+                for part in delivery.parts
+            ]
         return [
-            as_bytes(self._held[name][_within(self._boxes[name], cell.box)])
-            for cell in delivery.cells
+            as_bytes(self._own(part.whole.name, cell.box))
+            for part in delivery.parts
+            for cell in part.cells
             if cell.rank == rank
         ]
 
-    def _exchange(self, delivery: _Delivery, pieces: list[Tensor]) -> Tensor:
+    def _exchange(self, delivery: _Delivery[T], pieces: list[Tensor]) -> list[Tensor]:
         ranks, pg, owner = self._group.ranks, self._group.pg, delivery.owner
         if self._group.rank != owner:
             for piece in pieces:
                 dist.send(piece, ranks[owner], group=pg)
-            return torch.empty(0)
-        (whole,) = pieces
-        if delivery.is_there:
-            return whole
-        name = delivery.whole.name
-        for cell in delivery.cells:
-            if cell.rank == owner:
-                whole[cell.box] = self._held[name][_within(self._boxes[name], cell.box)].cpu()
-                continue
-            shape = [part.stop - part.start for part in cell.box]
-            piece = torch.empty(shape, dtype=whole.dtype, device=delivery.devices[cell.rank])
-            dist.recv(as_bytes(piece), ranks[cell.rank], group=pg)
-            whole[cell.box] = piece.cpu()
-        return whole
+            return []
+        for part, values in zip(delivery.parts, pieces, strict=True):
+            for cell in part.cells:
+                into = values[_inside(cell.box, part.box)]
+                if cell.rank == owner:
+                    into.copy_(self._own(part.whole.name, cell.box))
+                    continue
+                piece = torch.empty(into.shape, dtype=into.dtype, device=part.devices[cell.rank])
+                dist.recv(as_bytes(piece), ranks[cell.rank], group=pg)
+                into.copy_(piece)
+        return pieces
+
+    def _own(self, name: str, box: Box) -> Tensor:
+        """The values of a box that lies in one that this rank holds."""
+        for theirs, ours in self._boxes[name]:
+            if _lies_in(box, theirs):
+                return self._held[name][ours][_inside(box, theirs)]
+        raise AssertionError(f"no box of this rank holds {box} of {name}")
 
 
 def first_holders(boxes: Sequence[Sequence[Box]], *, before: int = 0) -> list[Cell]:
@@ -290,18 +348,37 @@ def _source(holders: list[tuple[int, _Share]], num_ranks: int) -> _Source:
     return _Source(whole, boxes, {rank: share.device for rank, share in holders})
 
 
-def _delivery(source: _Source, owner: int) -> _Delivery:
-    cells = first_holders(source.boxes, before=owner)
-    return _Delivery(source.whole, owner, cells, source.devices)
+def _exceeds(loads: Mapping[int, int], more: Mapping[int, int]) -> bool:
+    return any(loads[rank] + size > ROUND_BYTES for rank, size in more.items())
 
 
-def _within(boxes: list[tuple[Box, Box]], cell: Box) -> Any:
-    """The local slices of ``cell``, which lies in one of this rank's boxes."""
-    for theirs, ours in boxes:
-        pairs = list(zip(theirs, cell, strict=True))
-        if all(outer.start <= inner.start < outer.stop for outer, inner in pairs):
-            return tuple(
-                slice(own.start + inner.start - outer.start, own.start + inner.stop - outer.start)
-                for own, (outer, inner) in zip(ours, pairs, strict=True)
-            )
-    raise AssertionError(f"no box of this rank holds {cell}")
+def _lengths(box: Box) -> list[int]:
+    return [part.stop - part.start for part in box]
+
+
+def _lies_in(box: Box, outer: Box) -> bool:
+    return all(
+        whole.start <= part.start and part.stop <= whole.stop
+        for part, whole in zip(box, outer, strict=True)
+    )
+
+
+def _inside(box: Box, outer: Box) -> Box:
+    """The slices of ``outer`` that hold ``box``, which lies in it."""
+    return tuple(
+        slice(part.start - whole.start, part.stop - whole.start)
+        for part, whole in zip(box, outer, strict=True)
+    )
+
+
+def _common(cells: Sequence[Cell], box: Box) -> list[Cell]:
+    """What of a box lies in each cell that has a part of it."""
+    found = []
+    for rank, cell in cells:
+        both = tuple(
+            slice(max(part.start, whole.start), min(part.stop, whole.stop))
+            for part, whole in zip(cell, box, strict=True)
+        )
+        if all(part.start < part.stop for part in both):
+            found.append(Cell(rank, both))
+    return found

@@ -1,11 +1,13 @@
 """What a folder in the making plans, writes and refuses."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megablocks_core.export import slabs
 from megablocks_core.export.drafting import HfDraft, name_dtype, planned
 from megablocks_core.export.layout import Layout, Rule
 from megablocks_core.export.operations import Split
@@ -34,8 +36,8 @@ def write(target, *, dtype=None, max_file_bytes=100, ours=OURS):
     name_dtype(config, wholes)
     try:
         draft.open()
-        for name, tensor in ours.items():
-            draft.add(name, tensor)
+        for slab, boxes in draft.wanted()[0]:
+            draft.add(slab, [ours[name][box] for name, box in boxes])
         draft.publish(config, None)
     finally:
         draft.close()
@@ -71,7 +73,36 @@ def test_what_the_layout_does_not_say_is_refused():
         assert part in str(caught.value)
 
 
+def test_files_are_the_same_bytes_in_slabs_of_any_size(tmp_path, monkeypatch):
+    write(tmp_path / "whole", dtype=torch.float64)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 16)
+    write(tmp_path / "slabs", dtype=torch.float64)
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "slabs" / path.name).read_bytes()
+
+
+def test_each_rank_wants_the_slabs_of_its_files_in_order(monkeypatch):
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 24)
+    wholes = planned(WHOLES, LAYOUT, None)
+    drafts = [HfDraft(Path(), wholes, LAYOUT, 50, rank=rank, num_ranks=2) for rank in range(2)]
+    every = [
+        {
+            rank: [(slab.name, slab.nbytes, [name for name, _ in boxes]) for slab, boxes in found]
+            for rank, found in draft.wanted().items()
+        }
+        for draft in drafts
+    ]
+    assert (
+        every[0]
+        == every[1]
+        == {
+            0: [("first", 8, ["one"]), ("ids", 8, ["ids"])],
+            1: [("gate_up", 24, ["gate"]), ("gate_up", 24, ["up"])],
+        }
+    )
+
+
 def test_what_is_not_finished_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="dtype=torch.float16 must hold the values of first"):
-        write(tmp_path / "a", dtype=torch.float16, ours={"one": torch.tensor([1.0, 1e6])})
+        write(tmp_path / "a", dtype=torch.float16, ours={**OURS, "one": torch.tensor([1.0, 1e6])})
     assert list(tmp_path.iterdir()) == []

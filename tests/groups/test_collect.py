@@ -80,7 +80,7 @@ def test_cut_packed_and_replicated_tensors_arrive_whole():
 
     collection = Collection(held, group=group, task="test", raises=RuntimeError)
     arrived = {}
-    collection.visit(lambda name, whole: arrived.setdefault(name, whole.clone()))
+    collection.visit(_wholes(collection), _keep(arrived))
 
     assert [whole.dtype.itemsize for whole in collection.wholes] == [8, 8, 4, 4, 4, 4, 2]
     assert list(arrived) == [whole.name for whole in collection.wholes if group.rank == 0]
@@ -90,7 +90,7 @@ def test_cut_packed_and_replicated_tensors_arrive_whole():
 
 @ranks(1, 2, 4)
 def test_tensors_go_to_several_owners_in_order():
-    """Each owner gets its own, in buckets that have some for all; what it holds is not sent."""
+    """Each owner gets its own, in rounds that have some for all; what it holds is not sent."""
     size = dist.get_world_size()
     group = Mesh(tp=size).group("tp")
     names = [f"t{number}" for number in range(11)]
@@ -109,8 +109,8 @@ def test_tensors_go_to_several_owners_in_order():
         sent.append(tensor.numel())
         send(tensor, *args, **options)
 
-    with patch.object(dist, "send", counted), patch.object(collect, "BUCKET_BYTES", 1500):
-        collection.visit(lambda name, whole: arrived.setdefault(name, whole.clone()), owners)
+    with patch.object(dist, "send", counted), patch.object(collect, "ROUND_BYTES", 1500):
+        collection.visit(_wholes(collection, owners), _keep(arrived))
     assert list(arrived) == [name for name in names if group.rank in owners[name]]
     assert all(torch.equal(whole, wholes[name]) for name, whole in arrived.items())
     right = sum(
@@ -118,6 +118,59 @@ def test_tensors_go_to_several_owners_in_order():
         for one in held[:8]
     )
     assert sum(sent) == right
+
+
+@ranks(1, 2, 4)
+def test_boxes_arrive_together_in_rounds_of_bounded_bytes(monkeypatch):
+    """No rank sends and gets more in a round than is allowed, unless one delivery is more."""
+    size, limit = dist.get_world_size(), 600
+    group = Mesh(tp=size).group("tp")
+    rows, columns = torch.randn(16, 12), torch.randn(12, 8).double()
+    cuts = {"rows": (ShardSpec(0, group),), "columns": (ShardSpec(1, group),)}
+    wholes = {"rows": rows, "columns": columns, "empty": torch.empty(0, 4)}
+    dist.broadcast(rows, 0)
+    dist.broadcast(columns, 0)
+    held = [
+        Held(name, _share(x, cuts.get(name, ())), cuts.get(name, ())) for name, x in wholes.items()
+    ]
+    boxes = [
+        [("rows", (slice(at, at + 3), slice(2, 11))), ("columns", (slice(at, at + 1), slice(1, 8)))]
+        for at in range(0, 12, 2)
+    ]
+    boxes += [[("empty", (slice(0, 0), slice(1, 3)))], [], [("rows", (slice(0, 16), slice(0, 12)))]]
+    wanted = {
+        owner: [((owner, number), named) for number, named in enumerate(boxes)]
+        for owner in range(size)
+    }
+    collection = Collection(held, group=group, task="test", raises=RuntimeError)
+    got, rounds = [], []
+    exchange, planned = Collection._exchange, Collection._rounds
+    loads: list[int] = []
+
+    def counted(self, delivery, pieces):
+        arrived = exchange(self, delivery, pieces)
+        loads.append(sum(one.numel() * one.element_size() for one in arrived or pieces))
+        return arrived
+
+    def noted(self, wanted):
+        for one in planned(self, wanted):
+            yield one
+            rounds.append((len(one), sum(loads)))
+            loads.clear()
+
+    def consume(key, values):
+        assert key == (group.rank, len(got))
+        for (name, box), found in zip(boxes[key[1]], values, strict=True):
+            assert found.dtype == wholes[name].dtype and torch.equal(found, wholes[name][box])
+        got.append(key)
+
+    monkeypatch.setattr(collect, "ROUND_BYTES", limit)
+    monkeypatch.setattr(Collection, "_exchange", counted)
+    monkeypatch.setattr(Collection, "_rounds", noted)
+    collection.visit(wanted, consume)
+    assert len(got) == len(boxes) and len(rounds) > 2
+    assert all(nbytes <= limit for count, nbytes in rounds if count > 1), rounds
+    assert max(count for count, _ in rounds) > 1
 
 
 @ranks(4)
@@ -131,7 +184,7 @@ def test_dtensors_are_cut_by_their_placements_inside_the_marks():
     held = [Held("w", model.weight, (spec,))]
     arrived = {}
     collection = Collection(held, group=world, task="test", raises=RuntimeError)
-    collection.visit(lambda name, found: arrived.setdefault(name, found.clone()))
+    collection.visit(_wholes(collection), _keep(arrived))
     assert world.rank or torch.equal(arrived["w"], whole)
 
 
@@ -141,8 +194,9 @@ def test_a_tensor_that_one_rank_alone_holds_arrives():
     held = [Held(f"of.{group.rank}", torch.full((2,), group.rank))]
     arrived = {}
     collection = Collection(held, group=group, task="test", raises=RuntimeError)
-    collection.visit(lambda name, whole: arrived.setdefault(name, whole.tolist()))
-    assert arrived == ({"of.0": [0, 0], "of.1": [1, 1]} if group.rank == 0 else {})
+    collection.visit(_wholes(collection), _keep(arrived))
+    found = {name: whole.tolist() for name, whole in arrived.items()}
+    assert found == ({"of.0": [0, 0], "of.1": [1, 1]} if group.rank == 0 else {})
 
 
 @ranks(2)
@@ -186,11 +240,30 @@ def test_an_error_of_the_consumer_raises_on_all():
     held = [Held("w", torch.ones(2, 3), (ShardSpec(0, group),))]
     collection = Collection(held, group=group, task="write", raises=RuntimeError)
 
-    def consume(name, whole):
+    def consume(name, values):
         raise OSError("disk full")
 
     with pytest.raises(OSError if group.rank == 0 else RuntimeError, match="disk full"):
-        collection.visit(consume)
+        collection.visit(_wholes(collection), consume)
+
+
+def _wholes(collection, owners=None):
+    """Every tensor as a whole, for the first rank or for its owners."""
+    return {
+        owner: [
+            (whole.name, [(whole.name, tuple(slice(0, size) for size in whole.shape))])
+            for whole in collection.wholes
+            if owner in (owners or {}).get(whole.name, (0,))
+        ]
+        for owner in range(dist.get_world_size())
+    }
+
+
+def _keep(arrived):
+    def consume(name, values):
+        (arrived[name],) = (one.clone() for one in values)
+
+    return consume
 
 
 def _share(whole, specs):

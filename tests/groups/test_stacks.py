@@ -113,7 +113,11 @@ def test_a_writer_gets_each_expert_from_the_rank_that_holds_it():
     assert [name for name, *_ in held] == _NAMES[: len(held)] or dist.get_rank() > 0
     world = Group.of(dist.group.WORLD)
     collection = Collection(held, group=world, task="write", raises=RuntimeError)
-    collection.visit(lambda name, whole: visited.update({name: whole.clone()}))
+    boxes = [(one.name, tuple(slice(0, size) for size in one.shape)) for one in collection.wholes]
+    collection.visit(
+        {0: [(name, [(name, box)]) for name, box in boxes]},
+        lambda name, values: visited.update({name: values[0].clone()}),
+    )
     if world.rank == 0:
         assert sorted(visited) == _NAMES
         assert all(torch.equal(visited[name], x) for name, x in zip(_NAMES, _whole(), strict=True))
