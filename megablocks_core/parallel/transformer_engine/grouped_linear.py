@@ -87,6 +87,7 @@ class GroupedLinear(LowPrecision):
         super().__init__()
         self.num_experts, self.out_features, self.in_features = shape
         self.ep, self.etp = ep, etp
+        self.amax_group = etp
         experts = _length(self.num_experts, ep, "num_experts")
         rows, columns = self.out_features, self.in_features
         if parallel_mode == "column":

@@ -14,7 +14,8 @@ class LowPrecision(nn.Module):
     """A module that has a recipe, and under delayed scaling buffers of scales, ``fp8``.
 
     Attributes:
-        amax_group: The ranks with the same scales: all that hold a part or a copy of the module.
+        amax_group: The ranks with the same scales. At first those that share the module; it
+            should hold those with copies of it too, as ``Recipes.apply`` sets it.
     """
 
     amax_group: Group

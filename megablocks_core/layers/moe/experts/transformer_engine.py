@@ -95,6 +95,7 @@ class TransformerEngineExperts(GroupedExperts, LowPrecision):
             device=device,
             dtype=dtype,
         )
+        self.amax_group = etp
         # The bias of ``down`` is weighted, and comes once over etp: it is added afterwards.
         self.engines = {
             name: grouped_engine(weight, bias=bias and name != "down")

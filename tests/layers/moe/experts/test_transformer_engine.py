@@ -13,9 +13,9 @@ from megablocks_core.layers import Decoder, DecoderSpec
 from megablocks_core.layers.moe import AllToAllDispatcher, GroupedExperts, MoE, TopKRouter
 from megablocks_core.layers.moe.experts.activations import ACTIVATIONS
 from megablocks_core.layers.moe.experts.transformer_engine import grouped_experts
-from megablocks_core.parallel import add_lora
+from megablocks_core.parallel import add_lora, recipes
 from megablocks_core.parallel.initial import reset_parameters
-from megablocks_core.parallel.recipes import CurrentScaling, DelayedScaling
+from megablocks_core.parallel.recipes import CurrentScaling, DelayedScaling, Recipes
 from megablocks_core.parallel.recipes.transformer_engine import to_transformer_engine
 from megablocks_core.parallel.transformer_engine import linear, rms_norm
 from megablocks_core.testing import ranks
@@ -32,6 +32,7 @@ from tests.parallel.transformer_engine import fake
 from tests.parallel.transformer_engine.fake import fixture as fixture
 from tests.parallel.transformer_engine.fake_quantization import autocast
 
+DELAYED = DelayedScaling(amax_history_len=2)
 DOUBLE = {"dtype": torch.float64}
 
 
@@ -187,6 +188,27 @@ def test_recipes_round_and_keep_scales_by_projection(te):
     with autocast(recipe=to_transformer_engine(recipe)):
         everything(experts, x, routed)
     assert experts.scales["up_proj"].scale_fwd[1] == 448 / experts.up_proj[0].abs().max()
+
+
+@ranks(2)
+def test_recipes_reach_the_parts_of_a_decoder():
+    mesh = Mesh(tp=2, ep=2)
+    chosen = Recipes({"*_proj": DELAYED, "*experts": DELAYED}, first_bf16=1, last_bf16=0)
+    with fake.installed():
+        model = Decoder(spec(), mesh=mesh, linear=linear, norm=rms_norm, experts=grouped_experts)
+        chosen.apply(model, mesh=mesh)
+        rounded = {n for n, each in model.named_modules() if getattr(each, "recipe", None)}
+        assert rounded == {
+            "model.layers.1.mlp.experts",
+            *(f"model.layers.1.self_attn.{name}_proj" for name in "qkvo"),
+        }
+        for _ in range(2):
+            with recipes.autocast(chosen):
+                output = model(torch.arange(16).view(1, 16))
+            output.logits.square().mean().backward()
+        experts = model.get_submodule("model.layers.1.mlp.experts")
+        assert experts.scales["up_proj"].scale_fwd[1] > 1
+        assert model.get_submodule("model.layers.1.self_attn.o_proj").scales.scale_bwd[0] > 1
 
 
 def test_adapters_that_are_not_merged_are_refused(te):
