@@ -51,6 +51,9 @@ def test_names_and_shapes_are_those_of_transformer_engine():
         "scale_bwd": (2,),
         "amax_history_bwd": (5, 2),
     }
+    for amax in (3.0, 9.0):
+        state.step_forward(torch.tensor([amax, 1.0]))
+    assert state.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 3.0, 9.0]
 
 
 def test_steps_go_on_from_a_checkpoint_bit_for_bit():
