@@ -350,6 +350,7 @@ def _require_even(spec: ShardSpec, name: str, *, packed: bool) -> None:
 
 
 def require_even_tokens(x: Tensor, group: Group) -> None:
+    """Raise ``ValueError`` if tokens along dim -2 do not divide evenly over ``group``."""
     if x.dim() < 2 or x.shape[-2] % group.size:
         count = x.shape[-2] if x.dim() > 1 else "no"
         raise ValueError(
