@@ -5,7 +5,7 @@ No rank ever holds more than its own share and what it sends and gets in one rou
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -168,9 +168,9 @@ class Collection:
 
         ``values`` lie on the CPU and must not be changed or kept. Every rank must call this with
         the same ``wanted``. An exception on one rank, in ``consume`` too, raises on all. Sends
-        each element that a rank lacks once for each of its boxes that has it, and two small
-        messages a round, which has something for as many ranks as can be, so that they consume
-        side by side.
+        each element that a rank lacks once for each of its boxes that has it, in one all-to-all a
+        round beside two small messages; a round has something for as many ranks as can be, so
+        that they consume side by side.
 
         Args:
             wanted: By rank, within the group, keys and the boxes that are wanted at a time: tensor
@@ -180,17 +180,13 @@ class Collection:
         """
         for deliveries in self._rounds(wanted):
             with self._together():
-                outgoing = [self._outgoing(delivery) for delivery in deliveries]
-            arrived = deque(
-                self._exchange(delivery, pieces)
-                for delivery, pieces in zip(deliveries, outgoing, strict=True)
-            )
+                outgoing = self._outgoing(deliveries)
+            incoming = self._exchanged(deliveries, outgoing)
             del outgoing
             with self._together():
                 for delivery in deliveries:
-                    values = arrived.popleft()
                     if delivery.owner == self._group.rank:
-                        consume(delivery.key, values)
+                        consume(delivery.key, self._values(delivery, incoming))
 
     def _together(self) -> AbstractContextManager[None]:
         return together(self._task, group=self._group, raises=self._raises)
@@ -232,39 +228,60 @@ class Collection:
         cells = [] if is_there else _common(self._cells(owner, name), box)
         return _Part(source.whole, box, cells, source.devices, is_there)
 
-    def _outgoing(self, delivery: _Delivery[T]) -> list[Tensor]:
-        """On the owner the memory for each box, on the others the pieces to send."""
-        rank = self._group.rank
-        if rank == delivery.owner:
-            return [
-                self._own(part.whole.name, part.box).cpu()
-                if part.is_there
-                else torch.empty(_lengths(part.box), dtype=part.whole.dtype)
-                for part in delivery.parts
-            ]
-        return [
-            as_bytes(self._own(part.whole.name, cell.box))
-            for part in delivery.parts
-            for cell in part.cells
-            if cell.rank == rank
-        ]
+    def _outgoing(self, deliveries: Sequence[_Delivery[T]]) -> list[list[Tensor]]:
+        """For each rank the pieces it lacks and this one sends, in bytes."""
+        pieces: list[list[Tensor]] = [[] for _ in range(self._group.size)]
+        for delivery in deliveries:
+            if delivery.owner != self._group.rank:
+                pieces[delivery.owner] += [
+                    as_bytes(self._own(part.whole.name, cell.box))
+                    for part in delivery.parts
+                    for cell in part.cells
+                    if cell.rank == self._group.rank
+                ]
+        return pieces
 
-    def _exchange(self, delivery: _Delivery[T], pieces: list[Tensor]) -> list[Tensor]:
-        ranks, pg, owner = self._group.ranks, self._group.pg, delivery.owner
-        if self._group.rank != owner:
-            for piece in pieces:
-                dist.send(piece, ranks[owner], group=pg)
-            return []
-        for part, values in zip(delivery.parts, pieces, strict=True):
+    def _exchanged(
+        self, deliveries: Sequence[_Delivery[T]], outgoing: list[list[Tensor]]
+    ) -> list[Tensor]:
+        """The bytes that each rank has sent to this one: one all-to-all."""
+        rank, sizes = self._group.rank, [0] * self._group.size
+        device = "cpu"
+        for delivery in deliveries:
+            for part in delivery.parts:
+                device = part.devices.get(rank, next(iter(part.devices.values())))
+                for cell in part.cells:
+                    if delivery.owner == rank and cell.rank != rank:
+                        sizes[cell.rank] += part.nbytes(cell.box)
+        sent = [sum(map(len, pieces)) for pieces in outgoing]
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        if self._group.size > 1:
+            flat = [piece for pieces in outgoing for piece in pieces]
+            given = torch.cat(flat) if flat else received.new_empty(0)
+            dist.all_to_all_single(received, given, sizes, sent, group=self._group.pg)
+        return list(received.cpu().split(sizes))
+
+    def _values(self, delivery: _Delivery[T], incoming: list[Tensor]) -> list[Tensor]:
+        """The values of each box; what is used of ``incoming`` is taken from it."""
+        values = []
+        for part in delivery.parts:
+            if part.is_there:
+                values.append(self._own(part.whole.name, part.box).cpu())
+                continue
+            whole = torch.empty(_lengths(part.box), dtype=part.whole.dtype)
             for cell in part.cells:
-                into = values[_inside(cell.box, part.box)]
-                if cell.rank == owner:
+                into = whole[_inside(cell.box, part.box)]
+                if cell.rank == self._group.rank:
                     into.copy_(self._own(part.whole.name, cell.box))
                     continue
-                piece = torch.empty(into.shape, dtype=into.dtype, device=part.devices[cell.rank])
-                dist.recv(as_bytes(piece), ranks[cell.rank], group=pg)
-                into.copy_(piece)
-        return pieces
+                size = part.nbytes(cell.box)
+                piece, incoming[cell.rank] = incoming[cell.rank].split(
+                    [size, len(incoming[cell.rank]) - size]
+                )
+                # Bytes of other pieces before these may have moved them off their alignment.
+                into.copy_(piece.clone().view(into.dtype).view(into.shape))
+            values.append(whole)
+        return values
 
     def _own(self, name: str, box: Box) -> Tensor:
         """The values of a box that lies in one that this rank holds."""

@@ -103,13 +103,16 @@ def test_tensors_go_to_several_owners_in_order():
     owners["t3"], owners["t5"] = list(range(size)), []
     collection = Collection(held, group=group, task="test", raises=RuntimeError)
     arrived, sent = {}, []
-    send = dist.send
+    exchange = dist.all_to_all_single
 
-    def counted(tensor, *args, **options):
-        sent.append(tensor.numel())
-        send(tensor, *args, **options)
+    def counted(received, given, *args, **options):
+        sent.append(given.numel())
+        exchange(received, given, *args, **options)
 
-    with patch.object(dist, "send", counted), patch.object(collect, "ROUND_BYTES", 1500):
+    with (
+        patch.object(dist, "all_to_all_single", counted),
+        patch.object(collect, "ROUND_BYTES", 1500),
+    ):
         collection.visit(_wholes(collection, owners), _keep(arrived))
     assert list(arrived) == [name for name in names if group.rank in owners[name]]
     assert all(torch.equal(whole, wholes[name]) for name, whole in arrived.items())
@@ -144,13 +147,14 @@ def test_boxes_arrive_together_in_rounds_of_bounded_bytes(monkeypatch):
     }
     collection = Collection(held, group=group, task="test", raises=RuntimeError)
     got, rounds = [], []
-    exchange, planned = Collection._exchange, Collection._rounds
+    exchange, planned = Collection._exchanged, Collection._rounds
     loads: list[int] = []
 
-    def counted(self, delivery, pieces):
-        arrived = exchange(self, delivery, pieces)
-        loads.append(sum(one.numel() * one.element_size() for one in arrived or pieces))
-        return arrived
+    def counted(self, deliveries, outgoing):
+        loads.append(sum(len(piece) for pieces in outgoing for piece in pieces))
+        own = [one for one in deliveries if one.owner == group.rank]
+        loads.extend(part.nbytes(part.box) for one in own for part in one.parts)
+        return exchange(self, deliveries, outgoing)
 
     def noted(self, wanted):
         for one in planned(self, wanted):
@@ -165,7 +169,7 @@ def test_boxes_arrive_together_in_rounds_of_bounded_bytes(monkeypatch):
         got.append(key)
 
     monkeypatch.setattr(collect, "ROUND_BYTES", limit)
-    monkeypatch.setattr(Collection, "_exchange", counted)
+    monkeypatch.setattr(Collection, "_exchanged", counted)
     monkeypatch.setattr(Collection, "_rounds", noted)
     collection.visit(wanted, consume)
     assert len(got) == len(boxes) and len(rounds) > 2
