@@ -5,6 +5,7 @@ a folder and an environment of its own; only what takes seconds to load is there
 loaded beforehand is none of ours.
 """
 
+import atexit
 import contextlib
 import gc
 import json
@@ -144,6 +145,7 @@ if __name__ == "__main__":
         importlib.import_module(name)
     gc.freeze()  # else each process looks through all of it whenever it collects garbage
     become(serve())
+    atexit.register(gc.unfreeze)  # extensions complain of what still lives when Python ends
     if sys.argv[0] == "-c":
         sys.path[0] = ""
         code = sys.argv.pop(1)

@@ -136,7 +136,7 @@ def test_f074_memory_is_flat_over_fifty_steps():
             losses_of(layers, x)
         if step in (4, 49):
             alive.append(live_tensors())
-    assert alive[0] == alive[1]
+    assert alive[1] <= alive[0]  # what earlier tests left may go meanwhile
 
 
 def test_f074_a_weight_of_zero_keeps_nothing():
