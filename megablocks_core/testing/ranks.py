@@ -8,8 +8,8 @@
 Every size is a pytest test of its own (``test_sum_of_ones[2ranks]``). The body runs in worker
 processes that live on between tests, each with one thread; it finds an initialised world
 (gloo, rendezvous by a file), the same seed on every rank, and ``torch.empty`` filled with NaN.
-Parameters and fixtures arrive by pickle, so ``tmp_path`` works and ``monkeypatch`` does not.
-A module-level test is found again by its file and name.
+Parameters and fixtures arrive by pickle: ``tmp_path`` works, and ``monkeypatch`` on each rank for
+itself. A module-level test is found again by its file and name.
 
 The first rank that fails is shown as the cause (its peers only wait for it); ranks that never
 answer are named with their Python stacks. A body that calls ``pytest.skip`` skips.

@@ -18,8 +18,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
@@ -88,13 +88,24 @@ def run(job: Job, rank: int) -> Answer:
             body = find(job.file, job.module, job.qualname)
             arguments = pickle.loads(job.payload)
             _seed()
-            with _fault(job.mutation):
+            with _fault(job.mutation), _undone(arguments):
                 body(**arguments)
         except BaseException as error:  # pytest.skip and pytest.fail are no Exceptions
             if type(error).__name__ == "Skipped":
                 return Answer("skipped", str(error), output.getvalue())
             return Answer("failed", _traceback(error), output.getvalue())
     return Answer("passed", "", output.getvalue())
+
+
+@contextmanager
+def _undone(arguments: dict[str, Any]) -> Iterator[None]:
+    """What the body patches by a ``monkeypatch`` is as before at its end: the process lives on."""
+    try:
+        yield
+    finally:
+        for given in arguments.values():
+            if type(given).__name__ == "MonkeyPatch":
+                given.undo()
 
 
 def find(file: str, module: str, qualname: str) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megablocks_core.testing import ranks
-from megablocks_core.testing.worker import find
+from megablocks_core.testing.worker import _undone, find
 
 SOURCE = """
     from megablocks_core.testing import ranks
@@ -28,6 +28,14 @@ def file(tmp_path):
     file.write_text(textwrap.dedent(SOURCE))
     yield file
     sys.modules.pop("test_found", None)
+
+
+def test_what_a_body_patches_is_as_before_at_its_end():
+    given = {"monkeypatch": pytest.MonkeyPatch(), "value": 3}
+    with pytest.raises(KeyError), _undone(given):
+        given["monkeypatch"].setattr(sys, "maxsize", 7)
+        raise KeyError
+    assert sys.maxsize > 7
 
 
 def test_a_body_is_found_by_file_and_name_and_its_asserts_show_values(file):
