@@ -1,4 +1,7 @@
-"""Scales follow the published rules, block by block, and rounding errs no more than it may."""
+"""Scales follow the published rules, block by block, and rounding errs no more than it may.
+
+The published package is compared under the oracle transformer-engine.
+"""
 
 from importlib import import_module
 from typing import Any

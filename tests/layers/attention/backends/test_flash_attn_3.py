@@ -2,6 +2,8 @@
 
 It cannot be installed for a comparison of signatures: no package index has it, and it is built for
 CUDA alone. An earlier state of its file, which comes with flash-attn 2.8.3.post2, is compared.
+
+The published package is compared under the oracle transformer-engine.
 """
 
 import sys
