@@ -82,8 +82,7 @@ def bench_lengths(short: int, long: int, *, freed: str) -> None:
     times = take_turns(*steps, rounds=7)
     each = Times([time / long for time in times.ours], [time / short for time in times.peer])
     case = {**_SIZES._replace(length=long).case, "freed": freed}
-    limit = 1.1 if freed == "kept" else None
-    report(each, benchmark=_NAME, peer=f"ours at L={short}, a token", case=case, limit=limit)
+    report(each, benchmark=_NAME, peer=f"ours at L={short}, a token", case=case, limit=1.1)
 
 
 def _keep_freed_memory() -> None:
