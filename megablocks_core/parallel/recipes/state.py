@@ -6,6 +6,7 @@ without them, of a model that was trained in more bits, leaves fresh ones.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -17,11 +18,20 @@ from megablocks_core.parallel.recipes.scaling import delayed_scale
 
 
 class State(nn.Module):
-    """Base of the two kinds."""
+    """Base of all kinds: loaded or fresh, and as wide as it was when the module around is cast."""
 
+    @abstractmethod
     def reset(self) -> None:
         """As before the first step."""
-        raise NotImplementedError
+
+    def _apply(self, fn: Any, recurse: bool = True) -> State:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
 
     def _load_from_state_dict(
         self,
@@ -41,15 +51,16 @@ class State(nn.Module):
         )
 
 
-class DelayedState(State):
-    """Scales of delayed scaling, and the amaxes that they are made from.
+class ScaleState(State):
+    """Scales [N] and histories of amaxes [L N], float32, as Transformer Engine lays them out.
 
-    The layout is Transformer Engine's, so that checkpoints of both are alike: columns for input,
-    weight and output, and for the gradients of output and input. The third and the last are not
-    used. Row 0 of a history is the step that runs, the last row the one before it.
+    Of each product there are three tensors forward (input, weight, output), and two backward
+    (gradient of the output, gradient of the input). Row 0 of a history is the step that runs, the
+    last row the one before it.
 
     Args:
-        recipe: What makes the scales.
+        length: L.
+        num_products: How many.
         device: Of the buffers.
     """
 
@@ -58,20 +69,39 @@ class DelayedState(State):
     scale_bwd: Tensor
     amax_history_bwd: Tensor
 
-    def __init__(self, recipe: DelayedScaling, *, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, length: int, num_products: int = 1, *, device: torch.device | str | None = None
+    ) -> None:
         super().__init__()
-        self.recipe = recipe
-        for suffix, count in (("fwd", 3), ("bwd", 2)):
-            scale = torch.ones(count, device=device)
-            history = torch.zeros(recipe.amax_history_len, count, device=device)
-            self.register_buffer(f"scale_{suffix}", scale)
-            self.register_buffer(f"amax_history_{suffix}", history)
+        place: dict[str, Any] = {"device": device, "dtype": torch.float32}
+        for direction, each in (("fwd", 3), ("bwd", 2)):
+            count = each * num_products
+            self.register_buffer(f"scale_{direction}", torch.empty(count, **place))
+            history_LN = torch.empty(length, count, **place)
+            self.register_buffer(f"amax_history_{direction}", history_LN)
+        self.reset()
 
+    @torch.no_grad()
     def reset(self) -> None:
         """Scales of 1, and no history."""
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                buffer.fill_(1.0 if name.startswith("scale") else 0.0)
+        for name, buffer in self.named_buffers():
+            buffer.fill_(1.0 if name.startswith("scale") else 0.0)
+
+
+class DelayedState(ScaleState):
+    """Scales of delayed scaling, and the amaxes that they are made from.
+
+    Checkpoints of it and of Transformer Engine's layers are alike. The output of forward and the
+    gradient of the input have places that are not used.
+
+    Args:
+        recipe: What makes the scales.
+        device: Of the buffers.
+    """
+
+    def __init__(self, recipe: DelayedScaling, *, device: torch.device | str | None = None) -> None:
+        super().__init__(recipe.amax_history_len, device=device)
+        self.recipe = recipe
 
     def step_forward(self, amaxes: Tensor) -> Tensor:
         """The scales [2] of this step's input and weight; their ``amaxes`` make the next."""

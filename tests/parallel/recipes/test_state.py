@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from megablocks_core.parallel.recipes import CurrentScaling, DelayedScaling
+from megablocks_core.parallel.recipes import (
+    CurrentScaling,
+    DelayedScaling,
+    emulated_linear_factory,
+)
 from megablocks_core.parallel.recipes.recipe import NVFP4
 from megablocks_core.parallel.recipes.state import DelayedState, DrawState, state_for
 
@@ -111,3 +115,12 @@ def test_only_what_needs_a_state_has_one():
     assert state_for(None) is state_for(CurrentScaling()) is None
     assert state_for(NVFP4(stochastic_rounding=False)) is None
     assert isinstance(state_for(NVFP4()), DrawState)
+
+
+def test_a_cast_of_the_layer_around_leaves_scales_and_draws_as_wide_as_they_are():
+    layer = emulated_linear_factory(16, 16, parallel_mode="column")
+    for recipe, dtypes in ((DelayedScaling(), {torch.float32}), (NVFP4(), {torch.int64})):
+        layer.recipe = recipe
+        layer.to(torch.bfloat16)
+        assert {buffer.dtype for buffer in layer.fp8.buffers()} == dtypes
+        assert layer.weight.dtype == torch.bfloat16
