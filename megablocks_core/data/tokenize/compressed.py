@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from megablocks_core.data.tokenize.packages import package
+
 _STEP = 1 << 12  # compressed bytes at a time: no frame makes more than 128 MiB of them
 _BLOCK = 1 << 20
 
@@ -147,10 +149,5 @@ def whole_text(path: str, compression: str, *, piece: int, max_bytes: int) -> Ru
 def _decompressor(compression: str) -> tuple[Any, type[Exception]]:
     if compression == "gz":
         return (lambda: zlib.decompressobj(wbits=31)), zlib.error
-    try:
-        import zstandard
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a .zst file needs zstandard: pip install 'megablocks-core[tokenize]'"
-        ) from error
+    zstandard = package("zstandard", what="a .zst file")
     return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj, zstandard.ZstdError

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 
 from megablocks_core.data.byte_documents import END_OF_DOCUMENT, VOCAB_SIZE
+from megablocks_core.data.tokenize.packages import package
 
 # What the end of a document is called where nothing says so.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -88,7 +89,7 @@ class HFEncoder:
     """A tokenizer of Hugging Face's ``tokenizers``."""
 
     def __init__(self, path: str) -> None:
-        tokenizers = _package("tokenizers")
+        tokenizers = package("tokenizers", what="this tokenizer")
         file = tokenizer_file(path)
         data = file.read_bytes()
         try:
@@ -116,7 +117,7 @@ class TiktokenEncoder:
     """An encoding of tiktoken, which it finds by name."""
 
     def __init__(self, name: str) -> None:
-        tiktoken = _package("tiktoken")
+        tiktoken = package("tiktoken", what="this tokenizer")
         try:
             self._encoding = tiktoken.get_encoding(name)
         except ValueError as error:
@@ -143,7 +144,7 @@ class SentencePieceEncoder:
     """A model of sentencepiece."""
 
     def __init__(self, path: str) -> None:
-        sentencepiece = _package("sentencepiece")
+        sentencepiece = package("sentencepiece", what="this tokenizer")
         if not Path(path).is_file():
             raise ValueError(f"tokenizer='sp:{path}' must be a file that exists")
         data = Path(path).read_bytes()
@@ -214,12 +215,3 @@ def _declared_end(file: Path, vocabulary: dict[str, int]) -> int | None:
 def _joined(rows: list[list[int]]) -> Ids:
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     return Ids(np.fromiter(chain.from_iterable(rows), np.uint32, int(lengths.sum())), lengths)
-
-
-def _package(name: str) -> Any:
-    try:
-        return __import__(name)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"this tokenizer needs {name}: pip install 'megablocks-core[tokenize]'"
-        ) from error

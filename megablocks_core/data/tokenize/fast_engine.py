@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megablocks_core.data.tokenize.encoders import Encoder, HFEncoder, Ids, tokenizer_file
+from megablocks_core.data.tokenize.packages import package
 
 AUTO, HF, GIGATOKEN = "auto", "hf", "gigatoken"
 ENGINES = (AUTO, HF, GIGATOKEN)
@@ -21,7 +22,7 @@ class GigatokenEncoder:
     """Encodes as the tokenizer it stands for, whose names and ends it has."""
 
     def __init__(self, path: str, plain: Encoder) -> None:
-        self._tokenizer = _gigatoken().Tokenizer.from_json(tokenizer_file(path).read_bytes())
+        self._tokenizer = _package().Tokenizer.from_json(tokenizer_file(path).read_bytes())
         self.vocab_size, self.name, self.end = plain.vocab_size, plain.name, plain.end
         self.id_of = plain.id_of
 
@@ -72,7 +73,7 @@ def open_fast(spec: str, plain: Encoder) -> Encoder:
     kind, _, path = spec.partition(":")
     if kind != "hf":
         raise ValueError(f"engine='gigatoken' must have a tokenizer hf:PATH, not {spec!r}")
-    _gigatoken()
+    _package()
     try:
         return GigatokenEncoder(path, plain)
     except Exception as error:  # it has no class of its own for what it cannot do
@@ -98,14 +99,8 @@ def _first_difference(one: np.ndarray, other: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else shared
 
 
-def _gigatoken() -> Any:
-    try:
-        import gigatoken
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "engine='gigatoken' needs gigatoken: pip install 'megablocks-core[gigatoken]'"
-        ) from error
-    return gigatoken
+def _package() -> Any:
+    return package("gigatoken", what="engine='gigatoken'", extra="gigatoken")
 
 
 # What tokenizers are known to differ on: white space, contractions, digits, scripts with and

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megablocks_core.data.tokenize.compressed import runs_of_lines
 from megablocks_core.data.tokenize.inputs import LINES, ROWS, Input
+from megablocks_core.data.tokenize.packages import package
 
 
 class Texts(NamedTuple):
@@ -159,14 +160,8 @@ def _row_ranges(
 
 def open_parquet() -> tuple[Any, Any]:
     """``pyarrow.parquet`` and ``pyarrow``."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a Parquet file needs pyarrow: pip install 'megablocks-core[tokenize]'"
-        ) from error
-    return pyarrow.parquet, pyarrow
+    what = "a Parquet file"
+    return package("pyarrow.parquet", what=what), package("pyarrow", what=what)
 
 
 def _is_text(arrow: Any, kind: Any) -> bool:

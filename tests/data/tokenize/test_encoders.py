@@ -6,6 +6,8 @@ import sys
 
 import numpy as np
 import pytest
+import sentencepiece
+import tiktoken
 import tokenizers
 
 from megablocks_core.data.tokenize.encoders import end_of_document, open_encoder
@@ -17,7 +19,6 @@ TEXTS = ["plain", "", "naïve 数据 \U0001f600", f"a{END}b", "two  spaces\n", *
 
 @pytest.fixture(scope="session")
 def sentencepiece_model(tmp_path_factory):
-    sentencepiece = pytest.importorskip("sentencepiece")
     folder = tmp_path_factory.mktemp("sp")
     (folder / "texts.txt").write_text("\n".join(some_texts(300, seed=9)))
     sentencepiece.SentencePieceTrainer.train(
@@ -34,7 +35,6 @@ def sentencepiece_model(tmp_path_factory):
 @pytest.fixture
 def encoding_of_tiktoken(tmp_path, monkeypatch):
     """An encoding of single bytes and one pair, as a plugin that tiktoken finds by itself."""
-    tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([n]): n for n in range(256)} | {b"ab": 256}
     (tmp_path / "tiktoken_ext").mkdir()
     table = {base64.b64encode(token).decode(): rank for token, rank in ranks.items()}
@@ -104,7 +104,6 @@ def test_the_end_is_the_one_that_the_configuration_names(bpe, tmp_path):
 
 
 def test_tiktoken(encoding_of_tiktoken):
-    tiktoken = pytest.importorskip("tiktoken")
     encoder = open_encoder(encoding_of_tiktoken)
     plain = tiktoken.get_encoding("ours")
     assert encoded(encoder, TEXTS) == [plain.encode_ordinary(text) for text in TEXTS]
@@ -116,7 +115,8 @@ def test_tiktoken(encoding_of_tiktoken):
 
 
 def test_sentencepiece(sentencepiece_model):
-    sentencepiece = pytest.importorskip("sentencepiece")
+    import sentencepiece
+
     encoder = open_encoder(f"sp:{sentencepiece_model}")
     plain = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
     assert encoded(encoder, TEXTS) == [plain.encode(text) for text in TEXTS]

@@ -14,7 +14,6 @@ from .conftest import END, some_texts
 
 
 def test_ids_are_equal_on_the_test_corpus_and_in_batches(bpe):
-    pytest.importorskip("gigatoken")
     plain = open_encoder(f"hf:{bpe}")
     name, fast = choose_engine(f"hf:{bpe}", "auto", plain, some_texts(20))
     assert name == "gigatoken"
@@ -49,7 +48,6 @@ def test_one_different_id_refuses_it_by_name_and_auto_does_without(bpe, monkeypa
 
 
 def test_a_tokenizer_that_it_cannot_have(tmp_path):
-    pytest.importorskip("gigatoken")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, "<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))

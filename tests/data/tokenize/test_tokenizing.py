@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+import tokenizers
 
 from megablocks_core.data.tokenize import BadText, tokenize, tokenizing
 from megablocks_core.data.tokenize.encoders import open_encoder
@@ -83,7 +84,6 @@ def test_f_145_an_empty_first_text_gives_no_document_and_is_counted(tmp_path):
 @pytest.mark.parametrize(("size", "dtype"), [(256, "uint8"), (65_536, "uint16"), (65_537, "int32")])
 def test_f_111_the_dtype_holds_every_id(tmp_path, size, dtype):
     """Confirmed: uint16 up to 65,536 ids, int32 from 65,537 on; the largest is stored as it is."""
-    tokenizers = pytest.importorskip("tokenizers")
     words = {f"w{n}": n for n in range(size)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
