@@ -70,11 +70,11 @@ class _Share(NamedTuple):
 
 @dataclass
 class _Source:
-    """Where one whole tensor lies: the boxes that each rank holds of it."""
+    """Where one whole tensor lies: the boxes that each rank holds of it, and the first's device."""
 
     whole: Whole
     boxes: list[list[Box]]
-    devices: dict[int, str]
+    device: str
 
 
 @dataclass
@@ -84,7 +84,6 @@ class _Part:
     whole: Whole
     box: Box
     cells: list[Cell]
-    devices: dict[int, str]
     is_there: bool
 
     def nbytes(self, box: Box) -> int:
@@ -158,6 +157,9 @@ class Collection:
             return first_holders(by_name[name].boxes, before=owner)
 
         self._sources, self._cells = by_name, cells
+        # Of messages: where this rank's tensors are, or those of others if it has none.
+        own = [share.device for share in shares]
+        self._device = next(iter([*own, *(source.device for source in sources)]), "cpu")
 
     def visit(
         self,
@@ -226,7 +228,7 @@ class Collection:
         source = self._sources[name]
         is_there = any(_lies_in(box, own) for own in source.boxes[owner])
         cells = [] if is_there else _common(self._cells(owner, name), box)
-        return _Part(source.whole, box, cells, source.devices, is_there)
+        return _Part(source.whole, box, cells, is_there)
 
     def _outgoing(self, deliveries: Sequence[_Delivery[T]]) -> list[list[Tensor]]:
         """For each rank the pieces it lacks and this one sends, in bytes."""
@@ -246,15 +248,11 @@ class Collection:
     ) -> list[Tensor]:
         """The bytes that each rank has sent to this one: one all-to-all."""
         rank, sizes = self._group.rank, [0] * self._group.size
-        device = "cpu"
-        for delivery in deliveries:
-            for part in delivery.parts:
-                device = part.devices.get(rank, next(iter(part.devices.values())))
-                for cell in part.cells:
-                    if delivery.owner == rank and cell.rank != rank:
-                        sizes[cell.rank] += part.nbytes(cell.box)
+        for part in (part for one in deliveries if one.owner == rank for part in one.parts):
+            for cell in part.cells:
+                sizes[cell.rank] += part.nbytes(cell.box) if cell.rank != rank else 0
         sent = [sum(map(len, pieces)) for pieces in outgoing]
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         if self._group.size > 1:
             flat = [piece for pieces in outgoing for piece in pieces]
             given = torch.cat(flat) if flat else received.new_empty(0)
@@ -362,7 +360,7 @@ def _source(holders: list[tuple[int, _Share]], num_ranks: int) -> _Source:
             f"{whole.name}: the group holds {found} of the {prod(whole.shape)} elements of "
             f"shape {whole.shape}"
         )
-    return _Source(whole, boxes, {rank: share.device for rank, share in holders})
+    return _Source(whole, boxes, holders[0][1].device)
 
 
 def _exceeds(loads: Mapping[int, int], more: Mapping[int, int]) -> bool:
