@@ -23,6 +23,7 @@ from megablocks_core.groups import (
     reduce_from,
     reduce_scatter_to,
 )
+from megablocks_core.parallel.checks import check_choice
 from megablocks_core.parallel.counter import key_of
 from megablocks_core.parallel.recipes.emulation import Engine, emulated_linear
 from megablocks_core.parallel.recipes.recipe import Recipe, check_recipe
@@ -54,7 +55,11 @@ def emulated_linear_factory(
 
     Without one it is ``ColumnParallelLinear`` or ``RowParallelLinear``. Names, marks and initial
     values are theirs in any case.
+
+    Raises:
+        ValueError: A size does not divide evenly, or there is no such ``parallel_mode``.
     """
+    check_choice("parallel_mode", parallel_mode, ("column", "row"))
     kind = {"column": EmulatedColumnLinear, "row": EmulatedRowLinear}[parallel_mode]
     return kind(
         in_features,
@@ -68,7 +73,7 @@ def emulated_linear_factory(
     )
 
 
-class _Emulated(nn.Module):
+class EmulatedLinear(nn.Module):
     """What both layers share: a recipe, and its state as the child ``fp8`` if it has one."""
 
     weight: nn.Parameter
@@ -163,7 +168,7 @@ class _Emulated(nn.Module):
         return f"{super().extra_repr()}, recipe={self._recipe}"
 
 
-class EmulatedColumnLinear(_Emulated, ColumnParallelLinear):
+class EmulatedColumnLinear(EmulatedLinear, ColumnParallelLinear):
     """``ColumnParallelLinear`` with rounded products, once it has a ``recipe``.
 
     Under a recipe backward's all-reduce, or reduce-scatter, follows the weight's gradient. Slices
@@ -202,7 +207,7 @@ class EmulatedColumnLinear(_Emulated, ColumnParallelLinear):
         return weight, bias[0] if bias else None
 
 
-class EmulatedRowLinear(_Emulated, RowParallelLinear):
+class EmulatedRowLinear(EmulatedLinear, RowParallelLinear):
     """``RowParallelLinear`` with rounded products, once it has a ``recipe``."""
 
     def forward(self, x_Ti: Tensor) -> Tensor:

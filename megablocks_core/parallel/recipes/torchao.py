@@ -14,10 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, Segment
+from megablocks_core.parallel.checks import check_choice
 from megablocks_core.parallel.optional import imported
 from megablocks_core.parallel.recipes.emulation import Engine
 from megablocks_core.parallel.recipes.formats import E5M2
-from megablocks_core.parallel.recipes.layers import EmulatedColumnLinear, EmulatedRowLinear
+from megablocks_core.parallel.recipes.layers import (
+    EmulatedColumnLinear,
+    EmulatedLinear,
+    EmulatedRowLinear,
+)
 from megablocks_core.parallel.recipes.recipe import CurrentScaling, DelayedScaling, Recipe
 from megablocks_core.parallel.recipes.rounding import Rounding
 
@@ -42,7 +47,11 @@ def torchao_linear_factory(
     It serves ``CurrentScaling`` and ``DelayedScaling`` with "quantized" backward, on NVIDIA GPUs
     since Ada and on CPUs, for bfloat16, float16 and float32. Other recipes are refused when they
     are set, and sizes of this rank's share that are no multiples of 16.
+
+    Raises:
+        ValueError: A size does not divide evenly, or there is no such ``parallel_mode``.
     """
+    check_choice("parallel_mode", parallel_mode, ("column", "row"))
     kind = {"column": TorchaoColumnLinear, "row": TorchaoRowLinear}[parallel_mode]
     return kind(
         in_features,
@@ -56,24 +65,22 @@ def torchao_linear_factory(
     )
 
 
-class TorchaoColumnLinear(EmulatedColumnLinear):
+class _Torchao(EmulatedLinear):
+    """What both layers share."""
+
+    def _check(self, recipe: Recipe) -> None:
+        check_served(recipe, self.weight)
+
+    def _engine(self) -> Engine | None:
+        return ENGINE
+
+
+class TorchaoColumnLinear(_Torchao, EmulatedColumnLinear):
     """``EmulatedColumnLinear`` with torchao's products."""
 
-    def _check(self, recipe: Recipe) -> None:
-        check_served(recipe, self.weight)
 
-    def _engine(self) -> Engine | None:
-        return ENGINE
-
-
-class TorchaoRowLinear(EmulatedRowLinear):
+class TorchaoRowLinear(_Torchao, EmulatedRowLinear):
     """``EmulatedRowLinear`` with torchao's products."""
-
-    def _check(self, recipe: Recipe) -> None:
-        check_served(recipe, self.weight)
-
-    def _engine(self) -> Engine | None:
-        return ENGINE
 
 
 def check_served(recipe: Recipe, weight: Tensor) -> None:

@@ -24,6 +24,7 @@ from megablocks_core.parallel.recipes import (
 )
 from megablocks_core.parallel.recipes.layers import EmulatedColumnLinear, EmulatedRowLinear
 from megablocks_core.parallel.recipes.rounding import block_length
+from megablocks_core.parallel.recipes.torchao import torchao_linear_factory
 from megablocks_core.testing import ranks
 
 ALL = [DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling(), MXFP8(), NVFP4()]
@@ -217,3 +218,9 @@ def test_a_model_of_layers_is_recomputed_to_the_bit():
         assert torch.equal(first.grad, second.grad)
     for name, value in model.named_buffers():
         assert torch.equal(value, other.get_buffer(name))
+
+
+@pytest.mark.parametrize("factory", [emulated_linear_factory, torchao_linear_factory])
+def test_a_mode_that_is_none_is_refused_by_name(factory):
+    with pytest.raises(ValueError, match="parallel_mode='rows' must be"):
+        factory(16, 16, parallel_mode="rows")

@@ -122,5 +122,5 @@ def test_a_cast_of_the_layer_around_leaves_scales_and_draws_as_wide_as_they_are(
     for recipe, dtypes in ((DelayedScaling(), {torch.float32}), (NVFP4(), {torch.int64})):
         layer.recipe = recipe
         layer.to(torch.bfloat16)
-        assert {buffer.dtype for buffer in layer.fp8.buffers()} == dtypes
+        assert {buffer.dtype for buffer in layer.get_submodule("fp8").buffers()} == dtypes
         assert layer.weight.dtype == torch.bfloat16
