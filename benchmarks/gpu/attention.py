@@ -16,6 +16,7 @@ from benchmarks.gpu.checks import (
     error_of,
     milliseconds,
     product_rate,
+    require,
 )
 from megablocks_core.layers.attention import AttentionSpec, attention
 from megablocks_core.layers.attention.backends import CAPABILITIES
@@ -58,7 +59,7 @@ REQUESTS: dict[str, Callable[[torch.device], dict]] = {
 
 def against_twin(backend: str, device: torch.device) -> Figures:
     """The worst error by request and dtype, over the output and, where served, all gradients."""
-    _require(backend)
+    require(CAPABILITIES[backend].module)
     figures = {}
     dtypes = LIMITS if device.type == "cuda" else {torch.float32: LIMITS[torch.float32]}
     for request, options in REQUESTS.items():
@@ -132,11 +133,6 @@ def _serves(backend: str, leaves: Leaves, options: dict, *, learns: bool) -> boo
 def _installed(backend: str) -> bool:
     module = CAPABILITIES[backend].module
     return module is None or is_installed(module)
-
-
-def _require(backend: str) -> None:
-    if not _installed(backend):
-        raise Absent(f"{CAPABILITIES[backend].module} is not installed")
 
 
 CHECKS = [

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megablocks_core.parallel.optional import is_installed
+
 Figures = dict[str, Any]
 
 
@@ -26,6 +28,12 @@ class Check(NamedTuple):
     name: str
     needs_cuda: bool
     run: Callable[[torch.device], Figures]
+
+
+def require(module: str | None) -> None:
+    """Raise ``Absent`` if a package is not installed; ``None`` is always there."""
+    if module is not None and not is_installed(module):
+        raise Absent(f"{module} is not installed")
 
 
 def error_of(ours: Tensor, right: Tensor) -> float:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from benchmarks.gpu.checks import (
-    Absent,
     Check,
     Figures,
     error_of,
     milliseconds,
     product_rate,
+    require,
 )
 from megablocks_core.layers.norm import LayerNorm, RMSNorm
 from megablocks_core.parallel import transformer_engine as te
@@ -71,7 +71,7 @@ def emulation(device: torch.device) -> Figures:
 
 def layers(device: torch.device) -> Figures:
     """Transformer Engine's layers in bfloat16 against ours in float64."""
-    _require("transformer_engine")
+    require("transformer_engine")
     _, width, features = SIZES
     place: dict[str, Any] = {"device": device, "dtype": _dtype(device)}
     pairs = {
@@ -91,7 +91,7 @@ def layers(device: torch.device) -> Figures:
 
 def experts(device: torch.device) -> Figures:
     """Grouped linears, one expert without rows, against a product for each expert."""
-    _require("transformer_engine")
+    require("transformer_engine")
     tokens, width, features = SIZES
     counts = torch.tensor([0, 128, 32, tokens - 160])
     layer = te.grouped_linear(4, width, features, bias=False, device=device, dtype=torch.bfloat16)
@@ -109,7 +109,7 @@ def experts(device: torch.device) -> Figures:
 
 def recipes(device: torch.device) -> Figures:
     """Transformer Engine's linear layer in each recipe that the device has, against emulation."""
-    _require("transformer_engine")
+    require("transformer_engine")
     figures: Figures = {}
     for name, recipe in RECIPES.items():
         if why := _unserved(recipe):
@@ -236,11 +236,6 @@ def _unserved(recipe: Recipe) -> str:
     except (AssertionError, RuntimeError) as error:
         return str(error)
     return ""
-
-
-def _require(module: str) -> None:
-    if not is_installed(module):
-        raise Absent(f"{module} is not installed")
 
 
 CHECKS = [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from megablocks_core.groups import LOCAL, Mesh, chunk_slice, marks
-from megablocks_core.layers.attention.causal import document_positions
+from megablocks_core.layers.attention.documents import document_positions
 from megablocks_core.layers.blocks import BlockBuilder
 from megablocks_core.layers.dropping import ids_of_tokens, own_tokens
 from megablocks_core.layers.feed_forward import Losses, counted_tokens, routing_losses

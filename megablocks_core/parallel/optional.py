@@ -24,3 +24,7 @@ def imported(module: str, name: str, *, extra: str) -> Any:
 def is_installed(module: str) -> bool:
     """Whether a top-level module is there to be imported; it is not."""
     return module in sys.modules or find_spec(module) is not None
+
+
+# As torch.compiler.assume_constant_result says it, which would load the compiler here.
+is_installed._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

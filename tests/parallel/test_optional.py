@@ -4,6 +4,7 @@ import math
 import sys
 
 import pytest
+import torch
 
 from megablocks_core.parallel.optional import imported, is_installed
 
@@ -27,3 +28,11 @@ def test_a_module_is_there_or_not(monkeypatch):
     assert is_installed("json") and not is_installed("no_such_module")
     monkeypatch.setitem(sys.modules, "no_such_module", math)
     assert is_installed("no_such_module")
+
+
+def test_what_is_installed_is_a_constant_for_the_compiler():
+    def attend(x):
+        return x + 1 if is_installed("flash_attn_of_nobody") else x + 2
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == 2

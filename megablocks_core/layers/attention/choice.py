@@ -1,9 +1,7 @@
 """Attention by the name of what computes it."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from megablocks_core.layers.attention.backends.capabilities import (
     needs_of,
 )
 from megablocks_core.layers.attention.spec import AttentionSpec, check_tensors
+from megablocks_core.parallel.optional import is_installed
 
 _COMPUTE: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]] = {
     "flash_attn_3": flash_attn_3.attention,
@@ -68,7 +67,7 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str:
     """What "auto" takes for a call."""
     needs = needs_of(q, k, v, spec)
     for name, able in CAPABILITIES.items():
-        if not lacking(name, needs, q, v) and (able.module is None or _installed(able.module)):
+        if not lacking(name, needs, q, v) and (able.module is None or is_installed(able.module)):
             return name
     raise AssertionError("naive serves all")
 
@@ -77,11 +76,3 @@ def check_backend(backend: str) -> None:
     """Raise ``ValueError`` if there is no such back end."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}")
-
-
-def _installed(module: str) -> bool:
-    return module in sys.modules or find_spec(module) is not None
-
-
-# As torch.compiler.assume_constant_result says it, which would load the compiler here.
-_installed._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

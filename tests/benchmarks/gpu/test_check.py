@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.gpu import attention, check, kernels, low_precision, sequences
+from benchmarks.gpu import attention, check, checks, kernels, low_precision, sequences
 from benchmarks.gpu.checks import Absent, Check, error_of
 from megablocks_core.layers.kernels import triton_serves
 from megablocks_core.layers.kernels.plain import Plain
@@ -105,7 +105,7 @@ def test_wrong_attention_is_found(monkeypatch, name):
 
 
 def test_a_package_that_is_missing_has_no_figures(monkeypatch):
-    monkeypatch.setattr(attention, "is_installed", lambda module: False)
+    monkeypatch.setattr(checks, "is_installed", lambda module: False)
     with pytest.raises(Absent, match="flash_attn is not installed"):
         attention.against_twin("flash_attn", torch.device("cpu"))
 

@@ -111,3 +111,8 @@ def kind(name, dtype=F64):
     if "sinks" in options:
         options["sinks"] = options["sinks"].to(dtype)
     return AttentionSpec(**options)
+
+
+def causal_attention(q, k, v, *, dropped=None, **documents):
+    """Causal attention, as layers ask for it."""
+    return attention(q, k, v, AttentionSpec(dropout=dropped, **documents))

@@ -8,9 +8,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from megablocks_core.layers.attention.causal import causal_attention, document_positions
+from megablocks_core.layers.attention.documents import document_positions
 from megablocks_core.layers.attention.dropping import Dropped, index_of_heads
 from megablocks_core.parallel import DropoutKey, dropout
+from tests.layers.attention.requests import causal_attention
 
 F64 = torch.float64
 

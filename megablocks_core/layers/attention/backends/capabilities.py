@@ -51,42 +51,23 @@ class Capabilities(NamedTuple):
 
 _LATER = (99, 0)
 
+# What packages for GPUs have in common.
+_PACKAGE = Capabilities(
+    document_sinks=False,
+    float32=False,
+    float64=False,
+    cpu=False,
+    cpu_gradients=False,
+    max_width=256,
+)
+_FLASH = _PACKAGE._replace(sinks=False, value_width=False)
+
 # In the order in which "auto" tries them.
 CAPABILITIES = {
-    "flash_attn_3": Capabilities(
-        sinks=False,
-        document_sinks=False,
-        value_width=False,
-        float32=False,
-        float64=False,
-        cpu=False,
-        cpu_gradients=False,
-        max_width=256,
-        devices=((9, 0), (9, 9)),
-        module="flash_attn_interface",
-    ),
-    "flash_attn": Capabilities(
-        sinks=False,
-        document_sinks=False,
-        value_width=False,
-        float32=False,
-        float64=False,
-        cpu=False,
-        cpu_gradients=False,
-        max_width=256,
-        devices=((8, 0), _LATER),
-        module="flash_attn",
-    ),
-    "transformer_engine": Capabilities(
-        soft_cap=False,
-        document_sinks=False,
-        float32=False,
-        float64=False,
-        cpu=False,
-        cpu_gradients=False,
-        max_width=256,
-        devices=((9, 0), _LATER),
-        module="transformer_engine",
+    "flash_attn_3": _FLASH._replace(devices=((9, 0), (9, 9)), module="flash_attn_interface"),
+    "flash_attn": _FLASH._replace(devices=((8, 0), _LATER), module="flash_attn"),
+    "transformer_engine": _PACKAGE._replace(
+        soft_cap=False, devices=((9, 0), _LATER), module="transformer_engine"
     ),
     "sdpa": Capabilities(soft_cap=False),
     "flex": Capabilities(float64=False, cpu_gradients=False),

@@ -8,7 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from megablocks_core.layers.attention.causal import causal_attention, document_positions
+from megablocks_core.layers.attention.documents import document_positions
+from tests.layers.attention.requests import causal_attention
 
 F64 = torch.float64
 
