@@ -40,16 +40,17 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 MAY_LOAD = {
     "groups": set(),
+    "numbers": set(),
     "files": {"groups"},
-    "parallel": {"groups"},
-    "layers": {"groups", "parallel"},
+    "parallel": {"groups", "numbers"},
+    "layers": {"groups", "numbers", "parallel"},
     "data": {"groups", "files"},
     "ckpt": {"groups", "files"},
-    "export": {"groups", "files"},
+    "export": {"groups", "files", "numbers"},
     "train": {"groups", "files"},
-    "testing": {"groups", "parallel"},
-    "auto": {"groups", "files", "parallel", "layers", "data", "ckpt", "export", "train", "testing"},
+    "testing": {"groups", "numbers", "parallel"},
 }
+MAY_LOAD["auto"] = set().union(*MAY_LOAD.values()) | MAY_LOAD.keys()
 OPTIONAL = {
     "flash_attn",
     "fsspec",

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megablocks_core.groups import LOCAL, Group
+from megablocks_core.numbers.formats import wide
 from megablocks_core.parallel.memory.replay import remember
-from megablocks_core.parallel.recipes.formats import wide
 from megablocks_core.parallel.recipes.recipe import (
     NVFP4,
     DelayedScaling,

@@ -11,17 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megablocks_core.parallel.counter import bits_of, shift
-from megablocks_core.parallel.recipes.formats import E4M3, E5M2, Float
-from megablocks_core.parallel.recipes.recipe import (
-    MXFP8,
-    NVFP4,
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    Recipe,
-)
-from megablocks_core.parallel.recipes.scaling import (
+from megablocks_core.numbers.formats import E4M3, E5M2, Float
+from megablocks_core.numbers.scaling import (
     Block,
     amax_of,
     current_scale,
@@ -30,6 +21,15 @@ from megablocks_core.parallel.recipes.scaling import (
     round_nvfp4,
     round_tensor,
     turned,
+)
+from megablocks_core.parallel.counter import bits_of, shift
+from megablocks_core.parallel.recipes.recipe import (
+    MXFP8,
+    NVFP4,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Recipe,
 )
 
 Operand = Literal["input", "weight", "gradient"]

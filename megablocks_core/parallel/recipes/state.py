@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks_core.parallel.recipes.formats import E4M3, E5M2, Float
+from megablocks_core.numbers.formats import E4M3, E5M2, Float
+from megablocks_core.numbers.scaling import delayed_scale
 from megablocks_core.parallel.recipes.recipe import NVFP4, DelayedScaling, Recipe
-from megablocks_core.parallel.recipes.scaling import delayed_scale
 
 
 class State(nn.Module):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group, Segment
+from megablocks_core.numbers.formats import E5M2
 from megablocks_core.parallel.checks import check_choice
 from megablocks_core.parallel.optional import imported
 from megablocks_core.parallel.recipes.emulation import Engine
-from megablocks_core.parallel.recipes.formats import E5M2
 from megablocks_core.parallel.recipes.layers import (
     EmulatedColumnLinear,
     EmulatedLinear,

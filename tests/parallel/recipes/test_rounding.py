@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from megablocks_core.parallel.recipes.formats import E4M3, E5M2
+from megablocks_core.numbers.formats import E4M3, E5M2
+from megablocks_core.numbers.scaling import (
+    amax_of,
+    current_scale,
+    round_blocks,
+    round_mx,
+    round_nvfp4,
+    round_tensor,
+    turned,
+)
 from megablocks_core.parallel.recipes.recipe import (
     MXFP8,
     NVFP4,
@@ -19,15 +28,6 @@ from megablocks_core.parallel.recipes.rounding import (
     amaxes_of,
     block_length,
     turns,
-)
-from megablocks_core.parallel.recipes.scaling import (
-    amax_of,
-    current_scale,
-    round_blocks,
-    round_mx,
-    round_nvfp4,
-    round_tensor,
-    turned,
 )
 
 X = torch.randn(130, 150, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 151)

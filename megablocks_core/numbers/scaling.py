@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megablocks_core.parallel.recipes.formats import (
+from megablocks_core.numbers.formats import (
     E2M1,
     E4M3,
     Float,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from megablocks_core.parallel.recipes.formats import E2M1, E4M3, E5M2, codes_of, packed
-from megablocks_core.parallel.recipes.scaling import (
+from megablocks_core.numbers.formats import E2M1, E4M3, E5M2, codes_of, packed
+from megablocks_core.numbers.scaling import (
     _SIGNS,
     amax_of,
     block_amax,

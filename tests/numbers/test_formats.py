@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megablocks_core.parallel.recipes.formats import (
+from megablocks_core.numbers.formats import (
     E2M1,
     E4M3,
     E5M2,
