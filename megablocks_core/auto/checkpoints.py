@@ -15,9 +15,11 @@ from megablocks_core.ckpt.tools.checkpoint import Checkpoint, read_whole
 from megablocks_core.ckpt.tools.checkpoint import Held as Kept
 from megablocks_core.ckpt.tools.opening import open_checkpoint
 from megablocks_core.export.arguments import check_bytes, folder_of
-from megablocks_core.export.drafting import HfDraft, name_dtype, planned
+from megablocks_core.export.drafting import FolderDraft, Written
 from megablocks_core.export.dtypes import check_values, chosen
+from megablocks_core.export.hf_files import beside, made_of, name_dtype, planned, split
 from megablocks_core.export.layout import Layout
+from megablocks_core.export.ours import Ours
 from megablocks_core.export.quantised import plain
 from megablocks_core.export.verifying import layout_of
 from megablocks_core.files import check_new, read_json
@@ -76,8 +78,8 @@ def checkpoint_to_hf(
     check_new(target)
     check_bytes(max_file_bytes, "max_file_bytes")
     dtypes = chosen(dtype, like)
-    beside = None if like is None else folder_of(like, "like")
-    given = beside / CONFIG if config is None and beside is not None else config
+    folder = None if like is None else folder_of(like, "like")
+    given = folder / CONFIG if config is None and folder is not None else config
     opened = open_checkpoint(checkpoint, config=given)
     said = plain(_config_of(opened, given, str(checkpoint)))
     parts = _parts(opened, entry, str(checkpoint))
@@ -88,13 +90,16 @@ def checkpoint_to_hf(
         (Whole(name, part.held.shape, part.held.dtype) for name, part in parts.items()),
         key=lambda whole: (-whole.dtype.itemsize, places.get(whole.name, len(places))),
     )
-    files = planned(wholes, layout, dtypes)
-    name_dtype(said, files)
+    written = planned(wholes, layout, dtypes)
+    name_dtype(said, written)
     done = sum(whole.nbytes for whole in wholes)
-    total = done + sum(whole.nbytes for whole in files)
+    total = done + sum(whole.nbytes for whole in written)
     looked_at = _slabs(opened, parts, lambda so_far: progress and progress(so_far, total))
     check_values(looked_at, layout, dtypes, group=LOCAL, allow_nonfinite=allow_nonfinite)
-    draft = HfDraft(target, files, layout, max_file_bytes)
+    ours = Ours(wholes)
+    made = made_of(ours, layout)
+    files = split([Written(whole, made[whole.name]) for whole in written], max_file_bytes)
+    draft = FolderDraft(target, files, ours)
     try:
         draft.open()
         held: dict[str, Tensor] = {}
@@ -108,7 +113,7 @@ def checkpoint_to_hf(
             done += slab.nbytes
             if progress is not None:
                 progress(done, total)
-        draft.publish(said, beside)
+        draft.publish(beside(files, said, folder))
     finally:
         draft.close()
 

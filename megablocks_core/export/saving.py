@@ -12,11 +12,14 @@ from torch import nn
 from xxhash import xxh3_64_hexdigest
 
 from megablocks_core.export.arguments import check_bytes, check_model, folder_of
-from megablocks_core.export.drafting import HfDraft, name_dtype, planned
+from megablocks_core.export.drafting import FolderDraft, Written
 from megablocks_core.export.dtypes import check_values, chosen
+from megablocks_core.export.hf_files import beside, made_of, name_dtype, planned, split
+from megablocks_core.export.ours import Ours
 from megablocks_core.export.quantised import plain
 from megablocks_core.export.verifying import layout_of
 from megablocks_core.export.vocabulary import padded, part_shapes, with_vocabulary
+from megablocks_core.export.writing import write_folder
 from megablocks_core.files import check_new, read_json
 from megablocks_core.groups import (
     LOCAL,
@@ -97,19 +100,17 @@ def save_hf(
             name_dtype(config, wholes)
         _check_agreed((str(target), max_file_bytes, [*map(str, wholes)]), group)
         check_values(held, layout, dtypes, group=group, allow_nonfinite=allow_nonfinite)
-        ranks = {"rank": group.rank, "num_ranks": group.size}
-        draft = HfDraft(target, wholes, layout, max_file_bytes, **ranks)
-        try:
-            with together(task, group=group):
-                if group.rank == 0:
-                    draft.open()
-            draft.staging = group.all_gather_object(draft.staging)[0]
-            collection.visit(draft.wanted(), draft.add)
-            with together(task, group=group):
-                if group.rank == 0:
-                    draft.publish(config, None if like is None else Path(like))
-        finally:
-            draft.close()
+        ours = Ours(collection.wholes)
+        made = made_of(ours, layout)
+        files = split([Written(whole, made[whole.name]) for whole in wholes], max_file_bytes)
+        draft = FolderDraft(target, files, ours, rank=group.rank, num_ranks=group.size)
+        write_folder(
+            draft,
+            collection,
+            lambda: beside(files, config, None if like is None else Path(like)),
+            group=group,
+            task=task,
+        )
 
 
 def _check_agreed(plan: tuple[Any, ...], group: Group) -> None:

@@ -14,7 +14,7 @@ from megablocks_core import ckpt
 from megablocks_core.auto import checkpoint_to_hf, decoder_from_hf
 from megablocks_core.ckpt.tools.converting import convert
 from megablocks_core.export import save_hf, verify
-from megablocks_core.export.drafting import HfDraft
+from megablocks_core.export.drafting import FolderDraft
 from megablocks_core.groups import Mesh
 from megablocks_core.testing import ranks
 from tests.auto.runs import (
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path):
         model.get_parameter("lm_head.weight")[3, 5] = torch.inf
     ckpt.save(tmp_path / "nan", {"model": model})
     with (
-        patch.object(HfDraft, "open", side_effect=AssertionError("a folder was begun")),
+        patch.object(FolderDraft, "open", side_effect=AssertionError("a folder was begun")),
         pytest.raises(ValueError, match=r"finite, but are not in lm_head\.weight, model\.norm\."),
     ):
         checkpoint_to_hf(tmp_path / "nan", out, config=config)

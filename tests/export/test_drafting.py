@@ -1,6 +1,5 @@
-"""What a folder in the making plans, writes and refuses."""
+"""What a folder in the making wants, writes and leaves behind."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,69 +7,51 @@ import torch
 from safetensors.torch import load_file
 
 from megablocks_core.export import slabs
-from megablocks_core.export.drafting import HfDraft, name_dtype, planned
-from megablocks_core.export.layout import Layout, Rule
-from megablocks_core.export.operations import Split
+from megablocks_core.export.drafting import FolderDraft, Written
+from megablocks_core.export.operations import Join
+from megablocks_core.export.ours import Ours
 from megablocks_core.groups import Whole
 
-LAYOUT = Layout(
-    (
-        Rule({"first": (2,)}, ("one",)),
-        Rule({"gate_up": (4, 3)}, ("gate", "up"), (Split((2, 2)),)),
-        Rule({"ids": (2,)}, ("ids",)),
-    )
-)
 OURS = {
     "one": torch.tensor([1.0, 2.0]),
     "gate": torch.arange(6.0).view(2, 3),
     "up": torch.arange(6.0, 12.0).view(2, 3),
     "ids": torch.tensor([1, 2], dtype=torch.int32),
 }
-WHOLES = [Whole(name, tuple(tensor.shape), tensor.dtype) for name, tensor in OURS.items()]
 
 
-def write(target, *, dtype=None, max_file_bytes=100, ours=OURS):
-    wholes = planned(WHOLES, LAYOUT, dtype)
-    draft = HfDraft(target, wholes, LAYOUT, max_file_bytes)
-    config = {}
-    name_dtype(config, wholes)
+def draft_of(target=Path(), *, dtype=torch.float32, rank=0, num_ranks=1):
+    ours = Ours(Whole(name, tuple(one.shape), one.dtype) for name, one in OURS.items())
+    (both,) = Join((2, 2))([ours["gate"], ours["up"]])
+    files = {
+        "a.safetensors": [Written(Whole("first", (2,), dtype), ours["one"])],
+        "b.safetensors": [Written(Whole("gate_up", (4, 3), dtype), both)],
+        "c.safetensors": [
+            Written(Whole("ids", (2,), torch.int32), ours["ids"]),
+            Written(Whole("first", (2,), dtype), ours["one"]),  # a name is of its file alone
+        ],
+    }
+    return FolderDraft(target, files, ours, rank=rank, num_ranks=num_ranks)
+
+
+def write(target, *, dtype=torch.float32, ours=OURS):
+    draft = draft_of(target, dtype=dtype)
     try:
         draft.open()
         for slab, boxes in draft.wanted()[0]:
             draft.add(slab, [ours[name][box] for name, box in boxes])
-        draft.publish(config, None)
+        draft.publish({"beside.json": b"{}"})
     finally:
         draft.close()
 
 
-def test_parts_become_the_tensors_of_the_files(tmp_path):
-    assert [whole.name for whole in planned(WHOLES, LAYOUT, None)] == ["first", "gate_up", "ids"]
+def test_files_hold_what_is_made_of_ours(tmp_path):
     write(tmp_path / "out")
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(written["gate_up"], torch.arange(12.0).view(4, 3))
-    assert torch.equal(written["ids"], OURS["ids"])
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config == {"dtype": "float32", "torch_dtype": "float32"}
-
-
-def test_files_end_before_they_grow_too_long(tmp_path):
-    write(tmp_path / "out", max_file_bytes=56, dtype=torch.float64)
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": 16 + 96 + 8}
-    files = ["first", "gate_up", "ids"]
-    assert index["weight_map"] == {
-        name: f"model-{number:05}-of-00003.safetensors" for number, name in enumerate(files, 1)
-    }
-    whole = load_file(tmp_path / "out" / "model-00002-of-00003.safetensors")["gate_up"]
-    assert whole.dtype == torch.float64
-
-
-def test_what_the_layout_does_not_say_is_refused():
-    strange = [*WHOLES[:2], Whole("ids", (3,), torch.int32), Whole("more", (1,), torch.float32)]
-    with pytest.raises(ValueError) as caught:
-        planned(strange, LAYOUT, None)
-    for part in ("missing ['gate_up']", "not described ['more']", "ids has shape (3,), described"):
-        assert part in str(caught.value)
+    written = load_file(tmp_path / "out" / "c.safetensors")
+    assert torch.equal(written["ids"], OURS["ids"]) and torch.equal(written["first"], OURS["one"])
+    whole = load_file(tmp_path / "out" / "b.safetensors")["gate_up"]
+    assert torch.equal(whole, torch.arange(12.0).view(4, 3))
+    assert (tmp_path / "out" / "beside.json").read_bytes() == b"{}"
 
 
 def test_files_are_the_same_bytes_in_slabs_of_any_size(tmp_path, monkeypatch):
@@ -83,20 +64,22 @@ def test_files_are_the_same_bytes_in_slabs_of_any_size(tmp_path, monkeypatch):
 
 def test_each_rank_wants_the_slabs_of_its_files_in_order(monkeypatch):
     monkeypatch.setattr(slabs, "SLAB_BYTES", 24)
-    wholes = planned(WHOLES, LAYOUT, None)
-    drafts = [HfDraft(Path(), wholes, LAYOUT, 50, rank=rank, num_ranks=2) for rank in range(2)]
     every = [
         {
-            rank: [(slab.name, slab.nbytes, [name for name, _ in boxes]) for slab, boxes in found]
-            for rank, found in draft.wanted().items()
+            rank: [
+                (slab.written.whole.name, slab.nbytes, [name for name, _ in boxes])
+                for slab, boxes in found
+            ]
+            for rank, found in draft_of(rank=rank, num_ranks=2).wanted().items()
         }
-        for draft in drafts
+        for rank in range(2)
     ]
+    first = ("first", 8, ["one"])
     assert (
         every[0]
         == every[1]
         == {
-            0: [("first", 8, ["one"]), ("ids", 8, ["ids"])],
+            0: [first, ("ids", 8, ["ids"]), first],
             1: [("gate_up", 24, ["gate"]), ("gate_up", 24, ["up"])],
         }
     )
@@ -105,4 +88,15 @@ def test_each_rank_wants_the_slabs_of_its_files_in_order(monkeypatch):
 def test_what_is_not_finished_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="dtype=torch.float16 must hold the values of first"):
         write(tmp_path / "a", dtype=torch.float16, ours={**OURS, "one": torch.tensor([1.0, 1e6])})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_rank_must_see_the_files_of_all(tmp_path):
+    draft = draft_of(tmp_path / "out", num_ranks=2)
+    draft.open()
+    for slab, boxes in draft.wanted()[0]:
+        draft.add(slab, [OURS[name][box] for name, box in boxes])
+    with pytest.raises(OSError, match=r"must see one folder: no \['b.safetensors'\]"):
+        draft.publish({})
+    draft.close()
     assert list(tmp_path.iterdir()) == []

@@ -1,13 +1,23 @@
-"""Boxes of the tensors of files are made of the boxes of ours that they need, and no others."""
+"""Boxes of what is made of ours are computed of the boxes that they need, and of no others."""
 
 import pytest
 import torch
 
 from megablocks_core.export import slabs as slabs_module
-from megablocks_core.export.joining import Joined
 from megablocks_core.export.layout import Rule
-from megablocks_core.export.operations import Join, Resize, Split, Stack, Transpose, Unstack, lazy
+from megablocks_core.export.operations import (
+    Join,
+    Resize,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+    View,
+    lazy,
+)
+from megablocks_core.export.ours import Ours
 from megablocks_core.export.slabs import slabs
+from megablocks_core.groups import Whole
 
 RULES = {
     "one": Rule({"one": (5, 4)}, ("a",)),
@@ -38,11 +48,13 @@ def test_slabs_are_made_of_what_they_need(monkeypatch, kind, nbytes):
         for name, whole in rule.to_ours([lazy(tensor) for tensor in theirs.values()]).items()
     }
     assert {name: tuple(tensor.shape) for name, tensor in ours.items()} == rule.shapes
-    joined, needed = Joined(rule), 0
+    held = Ours(Whole(name, shape, torch.float32) for name, shape in rule.shapes.items())
+    made_of, needed = rule.to_theirs([held[name] for name in rule.ours]), 0
     for name, whole in theirs.items():
         for box in slabs(tuple(whole.shape), whole.dtype):
-            needs = joined.needs(name, box)
-            made = joined.made(name, box, [ours[part][inside] for part, inside in needs])
+            needs = held.needs(made_of[name], box)
+            values = [ours[part][inside] for part, inside in needs]
+            made = held.values(made_of[name], box, values)
             assert torch.equal(made, whole[box])
             needed += sum(ours[part][inside].numel() for part, inside in needs)
     if kind != "alternating" or nbytes % 32 == 0:  # a slab may begin between two that alternate
@@ -51,4 +63,19 @@ def test_slabs_are_made_of_what_they_need(monkeypatch, kind, nbytes):
 
 def test_no_value_is_read_unasked():
     with pytest.raises(AssertionError, match="a was not asked for"):
-        Joined(RULES["one"])._theirs["one"][...]
+        Ours([Whole("a", (2,), torch.float32)])["a"][...]
+
+
+def test_each_has_its_dtype_and_shape_before_there_are_values():
+    held = Ours([Whole("a", (2, 3), torch.bfloat16)])
+    assert ("a" in held, "b" in held) == (True, False)
+    assert (held["a"].get_dtype(), held["a"].get_shape()) == ("BF16", (2, 3))
+    dtypes = []
+
+    def read(box):
+        values = held["a"][box]
+        dtypes.append((values.dtype, values.is_meta))
+        return values
+
+    held.needs(View((2, 3), "BF16", read), (slice(0, 1), slice(0, 3)))
+    assert dtypes == [(torch.bfloat16, True)]
