@@ -36,6 +36,10 @@ class Settings(NamedTuple):
     key: str
     max_bytes: int
 
+    def open(self) -> UnitEncoder:
+        """What encodes by them."""
+        return UnitEncoder(self)
+
 
 class Encoded(NamedTuple):
     """Of one unit.

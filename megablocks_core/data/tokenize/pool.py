@@ -16,9 +16,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol
 
-from megablocks_core.data.tokenize.encoding import Encoded, Settings, UnitEncoder
-from megablocks_core.data.tokenize.units import Unit
-from megablocks_core.data.tokenize.worker import Failure
+from megablocks_core.data.tokenize.worker import Failure, Opens
 
 _AHEAD = 2  # units a worker holds, the next one while it encodes
 _WINDOW = 4  # units a worker that may wait for an earlier one
@@ -34,7 +32,7 @@ serve({descriptor})
 class Workers(Protocol):
     """Encodes units."""
 
-    def encode(self, units: Iterator[Unit]) -> Iterator[tuple[Unit, Encoded]]:
+    def encode(self, units: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Each unit with what is written of it, in their order."""
         ...
 
@@ -46,10 +44,10 @@ class Workers(Protocol):
 class OwnProcess:
     """The plain twin: encodes one unit after another here."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._encoder = UnitEncoder(settings)
+    def __init__(self, settings: Opens) -> None:
+        self._encoder = settings.open()
 
-    def encode(self, units: Iterator[Unit]) -> Iterator[tuple[Unit, Encoded]]:
+    def encode(self, units: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Each unit with what is written of it, in their order."""
         for unit in units:
             yield unit, self._encoder.encode(unit)
@@ -68,7 +66,7 @@ class Pool:
         OSError: An input cannot be read.
     """
 
-    def __init__(self, settings: Settings, workers: int) -> None:
+    def __init__(self, settings: Opens, workers: int) -> None:
         self._processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
         try:
@@ -78,10 +76,10 @@ class Pool:
             self.close()
             raise
 
-    def encode(self, units: Iterator[Unit]) -> Iterator[tuple[Unit, Encoded]]:
+    def encode(self, units: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Each unit with what is written of it, in their order."""
-        given: dict[int, Unit] = {}
-        done: dict[int, Encoded] = {}
+        given: dict[int, Any] = {}
+        done: dict[int, Any] = {}
         held = dict.fromkeys(self._connections, 0)
         window = _WINDOW * len(held)
         sent = taken = 0
@@ -134,7 +132,7 @@ class Pool:
     ) -> None:
         self.close()
 
-    def _start(self, settings: Settings) -> None:
+    def _start(self, settings: Opens) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             code = _START.format(path=sys.path, descriptor=theirs.fileno())
@@ -172,5 +170,5 @@ class Pool:
         )
 
 
-def _place(unit: Unit) -> str:
-    return unit.path if hasattr(unit, "path") else unit.paths[0]  # pyright: ignore
+def _place(unit: Any) -> str:
+    return unit.path if hasattr(unit, "path") else unit.paths[0]

@@ -1,6 +1,7 @@
 """A process that encodes the units it is sent, until the one that sends them is gone.
 
-It is started with the number of a socket, and is sent ``Settings`` and then numbered units.
+It is started with the number of a socket, and is sent settings, which open an encoder, and then
+numbered units.
 """
 
 from __future__ import annotations
@@ -10,9 +11,23 @@ import traceback
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
-from megablocks_core.data.tokenize.encoding import UnitEncoder
+
+class Encodes(Protocol):
+    """Encodes units, each by itself."""
+
+    def encode(self, unit: Any) -> Any:
+        """What is written of a unit."""
+        ...
+
+
+class Opens(Protocol):
+    """Settings, which travel to a worker."""
+
+    def open(self) -> Encodes:
+        """What encodes by them."""
+        ...
 
 
 class Failure(Exception):
@@ -25,7 +40,7 @@ def serve(descriptor: int) -> None:
     waiting: SimpleQueue[Any] = SimpleQueue()
     # Read ahead, so that whoever sends never waits, and end at once when no one listens.
     Thread(target=_receive, args=(connection, waiting), daemon=True).start()
-    encoder = UnitEncoder(waiting.get())
+    encoder = waiting.get().open()
     while True:
         number, unit = waiting.get()
         try:
