@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
-from xxhash import xxh3_64_hexdigest
 
-from megablocks_core.export.arguments import check_bytes, check_model, folder_of
+from megablocks_core.export.arguments import check_bytes
+from megablocks_core.export.described import described, target_of
 from megablocks_core.export.drafting import FolderDraft, Written
-from megablocks_core.export.dtypes import check_values, chosen
-from megablocks_core.export.hf_files import beside, made_of, name_dtype, planned, split
-from megablocks_core.export.ours import Ours
-from megablocks_core.export.quantised import plain
-from megablocks_core.export.verifying import layout_of
-from megablocks_core.export.vocabulary import padded, part_shapes, with_vocabulary
+from megablocks_core.export.hf_files import beside, name_dtype, split
 from megablocks_core.export.writing import write_folder
-from megablocks_core.files import check_new, read_json
-from megablocks_core.groups import (
-    LOCAL,
-    Collection,
-    Group,
-    Held,
-    interrupts_held,
-    logical_tensors,
-    together,
-)
+from megablocks_core.groups import LOCAL, Group, interrupts_held, together
 
 
 def save_hf(
@@ -72,68 +57,27 @@ def save_hf(
     """
     task = f"save_hf({str(path)!r})"
     with interrupts_held(group=group):
+        target = target_of(model, path, group=group, task=task)
         with together(task, group=group):
-            check_model(model)
             check_bytes(max_file_bytes, "max_file_bytes")
-            target = Path(os.path.realpath(folder_of(path)))
-            if group.rank == 0:
-                check_new(target)
-            config = _config(model, None if like is None else folder_of(like, "like"))
-            if vocab_size is not None:
-                config = with_vocabulary(config, vocab_size)
-            held = [
-                Held(name, tensor, specs)
-                for name, tensor, specs in logical_tensors(
-                    model, remove_duplicate=True, unstack=True
-                )
-            ]
-            shapes = part_shapes(model)
-            layout = layout_of(config).named(shapes)
-            if vocab_size is not None:
-                layout = padded(layout, config, shapes)
-            dtypes = chosen(dtype, like)
-        collection = Collection(
-            held, group=group, task=task, raises=RuntimeError, order=layout.order
+        found = described(
+            model,
+            group=group,
+            task=task,
+            agreed={"path": str(target), "max_file_bytes": max_file_bytes},
+            dtype=dtype,
+            like=like,
+            vocab_size=vocab_size,
+            allow_nonfinite=allow_nonfinite,
         )
-        with together(task, group=group):
-            wholes = planned(collection.wholes, layout, dtypes)
-            name_dtype(config, wholes)
-        _check_agreed((str(target), max_file_bytes, [*map(str, wholes)]), group)
-        check_values(held, layout, dtypes, group=group, allow_nonfinite=allow_nonfinite)
-        ours = Ours(collection.wholes)
-        made = made_of(ours, layout)
-        files = split([Written(whole, made[whole.name]) for whole in wholes], max_file_bytes)
-        draft = FolderDraft(target, files, ours, rank=group.rank, num_ranks=group.size)
+        name_dtype(found.config, found.wholes)
+        written = [Written(whole, found.made[whole.name]) for whole in found.wholes]
+        files = split(written, max_file_bytes)
+        draft = FolderDraft(target, files, found.ours, rank=group.rank, num_ranks=group.size)
         write_folder(
             draft,
-            collection,
-            lambda: beside(files, config, None if like is None else Path(like)),
+            found.collection,
+            lambda: beside(files, found.config, None if like is None else Path(like)),
             group=group,
             task=task,
         )
-
-
-def _check_agreed(plan: tuple[Any, ...], group: Group) -> None:
-    """Raise where ranks would write different files: they were called with other arguments.
-
-    Raises:
-        ValueError: They would.
-    """
-    names = ("path", "max_file_bytes", "dtype")
-    digests = [xxh3_64_hexdigest(repr(part).encode()) for part in plan]
-    for rank, theirs in zip(group.ranks, group.all_gather_object(digests), strict=True):
-        differing = [name for name, a, b in zip(names, digests, theirs, strict=True) if a != b]
-        if differing:
-            raise ValueError(f"ranks must agree on {differing}, but rank {rank} has another")
-
-
-def _config(model: nn.Module, like: str | os.PathLike[str] | None) -> dict[str, Any]:
-    if like is not None:
-        return plain(read_json(Path(like) / "config.json", dict))
-    spec: Any = getattr(model, "spec", None)
-    if hasattr(spec, "to_hf"):
-        return dict(spec.to_hf())
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_json_string"):
-        return plain(json.loads(config.to_json_string()))
-    raise ValueError(f"like={like} must be a folder, for the model has no spec or config to write")

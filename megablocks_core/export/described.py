@@ -1,0 +1,138 @@
+"""A model as every exporter sees it: its config, and what makes each tensor of its files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from xxhash import xxh3_64_hexdigest
+
+from megablocks_core.export.arguments import check_model, folder_of
+from megablocks_core.export.dtypes import check_values, chosen
+from megablocks_core.export.hf_files import made_of, planned
+from megablocks_core.export.layout import Layout
+from megablocks_core.export.operations import Lazy
+from megablocks_core.export.ours import Ours
+from megablocks_core.export.quantised import plain
+from megablocks_core.export.verifying import layout_of
+from megablocks_core.export.vocabulary import padded, part_shapes, with_vocabulary
+from megablocks_core.files import check_new, read_json
+from megablocks_core.groups import Collection, Group, Held, Whole, logical_tensors, together
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model whose values are known to be finite and to fit the dtypes that are asked for.
+
+    Attributes:
+        config: Of Hugging Face's format, without a quantisation; a copy of the caller's own.
+        layout: The tensors of a Hugging Face folder, as made of the model's.
+        collection: What the ranks hold.
+        ours: The model's logical tensors.
+        wholes: The tensors of a Hugging Face folder in the order of its files, with the dtypes
+            that were asked for.
+        made: Each of them by on-disk name, in the model's own dtype.
+    """
+
+    config: dict[str, Any]
+    layout: Layout
+    collection: Collection
+    ours: Ours
+    wholes: list[Whole]
+    made: dict[str, Lazy]
+
+
+def target_of(model: object, path: str | os.PathLike[str], *, group: Group, task: str) -> Path:
+    """The folder that a model shall be written to; every rank calls it.
+
+    Raises:
+        ValueError: ``model`` is none, or ``path`` is no folder that is new or empty.
+    """
+    with together(task, group=group):
+        check_model(model)
+        target = Path(os.path.realpath(folder_of(path)))
+        if group.rank == 0:
+            check_new(target)
+    return target
+
+
+def described(
+    model: nn.Module,
+    *,
+    group: Group,
+    task: str,
+    agreed: Mapping[str, object],
+    dtype: torch.dtype | Literal["like"] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    vocab_size: int | None = None,
+    allow_nonfinite: bool = False,
+) -> Described:
+    """Describe a model, at any layout; every rank of ``group`` calls it.
+
+    Every rank looks once at its shares' values. Sends some small messages.
+
+    Args:
+        model: A model of a family in ``families.FAMILIES``.
+        group: All ranks that hold a part of it.
+        task: What to call the work in an error.
+        agreed: By name the caller's further arguments that must be equal on all ranks.
+        dtype: Of all floating-point tensors, or those of the folder ``like``.
+        like: A folder whose ``config.json`` is taken; default that of the model.
+        vocab_size: How many rows of a padded vocabulary are written.
+        allow_nonfinite: Whether NaN and infinite values are written like others.
+
+    Raises:
+        ValueError: The family is unknown, tensors are not those that the config describes, values
+            are not finite or do not fit their dtypes, or ranks differ in what they ask for.
+    """
+    with together(task, group=group):
+        config = _config(model, None if like is None else folder_of(like, "like"))
+        if vocab_size is not None:
+            config = with_vocabulary(config, vocab_size)
+        held = [
+            Held(name, tensor, specs)
+            for name, tensor, specs in logical_tensors(model, remove_duplicate=True, unstack=True)
+        ]
+        shapes = part_shapes(model)
+        layout = layout_of(config).named(shapes)
+        if vocab_size is not None:
+            layout = padded(layout, config, shapes)
+        dtypes = chosen(dtype, like)
+    collection = Collection(held, group=group, task=task, raises=RuntimeError, order=layout.order)
+    with together(task, group=group):
+        wholes = planned(collection.wholes, layout, dtypes)
+    _check_agreed({**agreed, "dtype": [*map(str, wholes)]}, group)
+    check_values(held, layout, dtypes, group=group, allow_nonfinite=allow_nonfinite)
+    ours = Ours(collection.wholes)
+    return Described(config, layout, collection, ours, wholes, made_of(ours, layout))
+
+
+def _check_agreed(plan: Mapping[str, object], group: Group) -> None:
+    """Raise where ranks would write different files: they were called with other arguments.
+
+    Raises:
+        ValueError: They would.
+    """
+    digests = {name: xxh3_64_hexdigest(repr(part).encode()) for name, part in plan.items()}
+    for rank, theirs in zip(group.ranks, group.all_gather_object(digests), strict=True):
+        differing = [name for name, digest in digests.items() if theirs.get(name) != digest]
+        if differing:
+            raise ValueError(f"ranks must agree on {differing}, but rank {rank} has another")
+
+
+def _config(model: nn.Module, like: str | os.PathLike[str] | None) -> dict[str, Any]:
+    if like is not None:
+        return plain(read_json(Path(like) / "config.json", dict))
+    spec: Any = getattr(model, "spec", None)
+    if hasattr(spec, "to_hf"):
+        return dict(spec.to_hf())
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        return plain(json.loads(config.to_json_string()))
+    raise ValueError(f"like={like} must be a folder, for the model has no spec or config to write")
