@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from megablocks_core.data.tokenize.packages import package
+from megablocks_core.data.packages import package
 
 _STEP = 1 << 12  # compressed bytes at a time: no frame makes more than 128 MiB of them
 _BLOCK = 1 << 20

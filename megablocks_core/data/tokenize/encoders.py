@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from megablocks_core.data.byte_documents import END_OF_DOCUMENT, VOCAB_SIZE
-from megablocks_core.data.tokenize.packages import package
+from megablocks_core.data.packages import package
 
 # What the end of a document is called where nothing says so.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megablocks_core.data.packages import package
 from megablocks_core.data.tokenize.encoders import Encoder, HFEncoder, Ids, tokenizer_file
-from megablocks_core.data.tokenize.packages import package
 
 AUTO, HF, GIGATOKEN = "auto", "hf", "gigatoken"
 ENGINES = (AUTO, HF, GIGATOKEN)

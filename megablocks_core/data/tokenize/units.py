@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from megablocks_core.data.packages import package
 from megablocks_core.data.tokenize.compressed import runs_of_lines
 from megablocks_core.data.tokenize.inputs import LINES, ROWS, Input
-from megablocks_core.data.tokenize.packages import package
 
 
 class Texts(NamedTuple):

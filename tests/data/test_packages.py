@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megablocks_core.data.tokenize.packages import package
+from megablocks_core.data.packages import package
 
 
 def test_what_is_installed_is_taken():
