@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]
+
+# Between two pieces of a part: values that are read along, for less than another call.
+_NEAR = 2**15
 
 
 class Lazy(Protocol):
@@ -161,12 +165,21 @@ class Split:
 
         def read(box: Box) -> Tensor:
             first, last = box[dim].start, box[dim].stop
-            if self.groups == 1:
-                return whole[_with(box, dim, start + first, start + last)]
-            group, count, skipped = _groups(first, last, size)
-            found = whole[_with(box, dim, group * span, (group + count) * span)]
-            own = found.unflatten(dim, (count, span)).narrow(dim + 1, start, size)
-            return own.flatten(dim, dim + 1).narrow(dim, skipped, last - first)
+            if first == last:
+                return whole[_with(box, dim, 0, 0)]
+            groups = range(first // size, -(-last // size))
+            between = (span - size) * prod(part.stop - part.start for part in box[dim + 1 :])
+            if len(groups) > 1 and between < _NEAR:
+                found = whole[_with(box, dim, groups.start * span, groups.stop * span)]
+                own = _grouped(found, dim, len(groups)).narrow(dim + 1, start, size)
+                before = first - groups.start * size
+                return own.flatten(dim, dim + 1).narrow(dim, before, last - first)
+            found = []
+            for group in groups:
+                low, high = max(first - group * size, 0), min(last - group * size, size)
+                begin = group * span + start
+                found.append(whole[_with(box, dim, begin + low, begin + high)])
+            return found[0] if len(found) == 1 else torch.cat(found, dim)
 
         return read
 
@@ -211,25 +224,27 @@ class Join:
 
         def read(box: Box) -> Tensor:
             first, last = box[dim].start, box[dim].stop
-            if self.groups == 1:
-                return torch.cat(
-                    [
-                        part[_with(box, dim, max(first - start, 0), min(last - start, size))]
-                        for part, start, size in zip(parts, starts, self.sizes, strict=False)
-                        if max(first, start) < min(last, start + size)
-                    ]
-                    or [parts[0][_with(box, dim, 0, 0)]],
-                    dim,
-                )
-            group, count, skipped = _groups(first, last, span)
-            found = [
-                part[_with(box, dim, group * size, (group + count) * size)].unflatten(
-                    dim, (count, size)
-                )
-                for part, size in zip(parts, self.sizes, strict=True)
-            ]
-            flat = torch.cat(found, dim + 1).flatten(dim, dim + 1)
-            return flat.narrow(dim, skipped, last - first)
+            if first == last:
+                return parts[0][_with(box, dim, 0, 0)]
+            found = []
+            for part, start, size in zip(parts, starts, self.sizes, strict=False):
+                low, high = (_before(row, span, start, size) for row in (first, last))
+                if low < high:
+                    found.append((start, size, low, part[_with(box, dim, low, high)]))
+            if len(found) == 1:
+                return found[0][-1]
+            values = found[0][-1]
+            made = values.new_empty(_resized(tuple(values.shape), dim, last - first))
+            for begin, end in _stretches(first, last, span):
+                count = max(1, (end - begin) // span)
+                into = _grouped(made.narrow(dim, begin - first, end - begin), dim, count)
+                for start, size, before, values in found:
+                    low, high = (_before(row, span, start, size) for row in (begin, end))
+                    if low < high:
+                        own = _grouped(values.narrow(dim, low - before, high - low), dim, count)
+                        at = max(start - begin % span, 0)
+                        into.narrow(dim + 1, at, own.shape[dim + 1]).copy_(own)
+            return made
 
         return read
 
@@ -452,16 +467,23 @@ def _with(box: Box, dim: int, start: int, stop: int) -> Box:
     return (*box[:dim], slice(start, stop), *box[dim + 1 :])
 
 
-def _groups(first: int, last: int, size: int) -> tuple[int, int, int]:
-    """Which groups of ``size`` rows hold rows [first, last).
+def _before(row: int, span: int, start: int, size: int) -> int:
+    """How many rows of a part lie before a row of the whole, whose groups have ``span`` rows."""
+    group, inside = divmod(row, span)
+    return group * size + min(max(inside - start, 0), size)
 
-    Returns:
-        The first group, how many there are, and how many rows of theirs come before.
-    """
-    if first == last:
-        return 0, 0, 0
-    group = first // size
-    return group, -(-last // size) - group, first - group * size
+
+def _stretches(first: int, last: int, span: int) -> list[tuple[int, int]]:
+    """Rows [first, last) as those that end a group, whole groups, and those that begin one."""
+    up = min(last, -(-first // span) * span)
+    down = max(up, last // span * span)
+    ends = (first, up), (up, down), (down, last)
+    return [(begin, end) for begin, end in ends if begin < end]
+
+
+def _grouped(tensor: Tensor, dim: int, count: int) -> Tensor:
+    """A dimension as ``count`` equal groups, a dimension of their own."""
+    return tensor.unflatten(dim, (count, tensor.shape[dim] // count))
 
 
 def _check_size(operation: Operation, shape: Shape, dim: int, size: int) -> None:

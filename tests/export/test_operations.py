@@ -57,9 +57,15 @@ def shape_of_whole(operations, shapes):
     return whole.get_shape()
 
 
-@given(chains(), st.data())
-def test_inverses_lead_back_and_boxes_are_boxes_of_the_whole(chain, data):
-    shape, operations = chain
+@given(chains(), st.sampled_from([0, 3, 2**15]), st.data())
+def test_inverses_lead_back_and_boxes_are_boxes_of_the_whole(chain, near, data):
+    """Whether pieces of a part lie far from each other, or near."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megablocks_core.export.operations._NEAR", near)
+        _check(*chain, data)
+
+
+def _check(shape, operations, data):
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     parts = apply(operations, [lazy(whole)])
     for part in parts:
@@ -88,6 +94,56 @@ def test_parts_of_groups_alternate():
     assert q[...].tolist() == [[0, 1, 4, 5]]
     assert k[...].tolist() == [[2, 6]]
     assert v[...].tolist() == [[3, 7]]
+
+
+class Counted:
+    """A tensor on meta that counts the values that are read of it, and the reads."""
+
+    def __init__(self, *shape):
+        self.whole, self.count, self.reads = torch.empty(shape, device="meta"), 0, 0
+
+    def get_shape(self):
+        return tuple(self.whole.shape)
+
+    def get_dtype(self):
+        return "F32"
+
+    def __getitem__(self, box):
+        self.count += self.whole[box].numel()
+        self.reads += 1
+        return self.whole[box]
+
+
+def test_a_part_of_groups_is_read_without_what_lies_between():
+    """The queries of all key heads, as Qwen3.5's files have them, of our packed projection."""
+    packed = Counted(16 * 768, 2048)
+    parts = Split((128, 128, 256, 256), groups=16)([packed])
+    for part in parts:
+        rows, hidden = part.get_shape()
+        for first, last in ((0, rows), (rows // 4, rows // 2), (5, 9), (rows - 130, rows)):
+            packed.count = 0
+            assert part[first:last, 100:].shape == (last - first, hidden - 100)
+            assert packed.count == (last - first) * (hidden - 100)
+
+
+def test_pieces_that_lie_close_together_are_one_read():
+    packed = Counted(2 * 600, 8)
+    gate, up = Split((1, 1), groups=600)([packed])
+    assert gate[100:200].shape == up[100:200].shape == (100, 8)
+    assert (packed.reads, packed.count) == (2, 2 * 200 * 8)
+    assert up[7:8].shape == (1, 8)
+    assert (packed.reads, packed.count) == (3, 2 * 200 * 8 + 8)
+
+
+def test_groups_are_made_of_the_rows_that_they_need():
+    sizes = (128, 128, 256, 256)
+    parts = [Counted(16 * size, 2048) for size in sizes]
+    (packed,) = Join(sizes, groups=16)(parts)
+    for first, last in ((0, 16 * 768), (4 * 768, 8 * 768), (5, 9), (100, 2000), (700, 12_000)):
+        for part in parts:
+            part.count = 0
+        assert packed[first:last].shape == (last - first, 2048)
+        assert sum(part.count for part in parts) == (last - first) * 2048
 
 
 def test_a_stack_is_its_tensors():
