@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megablocks_core.export.finite import ends, is_finite
+from megablocks_core.export.finite import ends, greatest_finite, is_finite
 from megablocks_core.export.layout import Layout
 from megablocks_core.export.source import FLOATS, HfFolder
 from megablocks_core.files.safetensors import DTYPE_CODES
@@ -112,12 +112,13 @@ def _seen(held: Iterable[Held], layout: Layout, dtypes: Dtypes) -> _Seen:
     for name, tensor, _ in held:
         own, theirs = tensor.dtype, owners[name].theirs if name in owners else ()
         targets = {dtype_of(one, own, dtypes) for one in theirs}
-        values = local(tensor.detach())
+        values, greatest = local(tensor.detach()), 0.0
+        narrow = [dtype for dtype in targets if _is_narrower(dtype, own)]
         if not is_finite(values):
             seen.strange.add(name)
-            values = values[values.isfinite()]
-        narrow = [dtype for dtype in targets if _is_narrower(dtype, own)]
-        greatest = float(ends(values).abs().max()) if narrow else 0.0
+            greatest = greatest_finite(values) if narrow else 0.0
+        elif narrow:
+            greatest = float(ends(values).abs().max())
         for dtype in narrow if greatest else ():
             became = float(torch.tensor(greatest, dtype=torch.float64).to(dtype))
             if became == inf:

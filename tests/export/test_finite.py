@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from megablocks_core.export.finite import ends, is_finite
+from megablocks_core.export import finite
+from megablocks_core.export.finite import ends, greatest_finite, is_finite
+from tests.export.live_bytes import LiveBytes
 
 FLOATING = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -40,3 +42,38 @@ def test_values_of_other_kinds():
     eight = torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)
     assert is_finite(eight)
     assert not is_finite(torch.tensor([torch.nan]).to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATING, torch.float8_e4m3fn])
+def test_the_greatest_of_the_finite_values(dtype):
+    values = torch.linspace(-3, 2, 1001).to(dtype)
+    assert greatest_finite(values) == 3
+    values[[5, 700]] = torch.tensor(torch.nan, dtype=dtype)
+    assert greatest_finite(values) == 3
+    assert greatest_finite(values[5:6]) == greatest_finite(values[:0]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+def test_a_share_that_is_no_run_of_memory_is_looked_at_in_parts(dtype, monkeypatch):
+    """Nor is one that has values to be left out, or numbers that torch does not compare."""
+    real = torch.aminmax
+
+    def without_a_copy(values):
+        assert values.is_contiguous()
+        return real(values)
+
+    monkeypatch.setattr(torch, "aminmax", without_a_copy)
+    monkeypatch.setattr(finite, "_PART_BYTES", 4096)
+    square = torch.linspace(-3, 2, 500 * 700).to(dtype).view(500, 700)
+    for values in (square.t(), square[:, :-1].t(), square[:, ::7]):
+        with LiveBytes(values) as live:
+            assert is_finite(values)
+            found = ends(values).tolist()
+        assert found == [-3, values.double().max()]
+        assert live.peak <= 16 * 4096, live.peak
+    square[2, 3] = torch.tensor(torch.nan, dtype=dtype)
+    for values in (square, square.t()):
+        with LiveBytes(values) as live:
+            assert not is_finite(values)
+            assert greatest_finite(values) == 3
+        assert live.peak <= 16 * 4096, live.peak

@@ -11,14 +11,12 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megablocks_core.export import drafting, load_hf, save_hf, slabs, verify
 from megablocks_core.groups import Mesh, collect, gather_whole
 from megablocks_core.layers import Decoder, DecoderSpec
 from megablocks_core.testing import ranks
+from tests.export.live_bytes import LiveBytes
 from tests.export.tiny_models import FAMILIES, TOKENS, assert_same, pretrained, tiny_model
 
 
@@ -233,7 +231,7 @@ def test_saving_holds_a_few_slabs_however_large_a_tensor_is(tmp_path, monkeypatc
     decoder = Decoder(DecoderSpec.from_hf(config), mesh=mesh)
     monkeypatch.setattr(slabs, "SLAB_BYTES", 4096)
     monkeypatch.setattr(collect, "ROUND_BYTES", 16384)
-    with _LiveBytes(decoder) as live:
+    with LiveBytes(*decoder.parameters(), *decoder.buffers()) as live:
         save_hf(decoder, tmp_path / "out", group=mesh.group("tp"), max_file_bytes=300_000)
     largest = max(tensor.nbytes for tensor in gather_whole(decoder).values())
     assert largest >= 400_000
@@ -242,24 +240,3 @@ def test_saving_holds_a_few_slabs_however_large_a_tensor_is(tmp_path, monkeypatc
     assert (live.peak == 0) == (family == "llama" and mesh.size("tp") == 1)
     if mesh.group("tp").rank == 0:
         verify(tmp_path / "out", values=True)
-
-
-class _LiveBytes(TorchDispatchMode):
-    """The most bytes that live at a time in memory that is taken inside and is not the module's."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.peak, self._live = 0, {}
-        held = (*module.parameters(), *module.buffers())
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in held}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._known:
-                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
-        return made
