@@ -21,7 +21,7 @@ from megablocks_core.auto.checkpoints import checkpoint_to_hf
 from megablocks_core.ckpt import CheckpointError
 from megablocks_core.export import verify
 from megablocks_core.export.differing import diff
-from megablocks_core.files.commands import run_command, say
+from megablocks_core.files.commands import run_command, say, tell
 from megablocks_core.files.progress import Progress
 
 _NAME = "megablocks-export"
@@ -116,14 +116,14 @@ def _verify(options: argparse.Namespace) -> int:
             say(_NAME, fault if path in fault else f"{path}: {fault}")
             status = 1
         else:
-            print(f"{path}: whole")
+            tell(f"{path}: whole")
     return status
 
 
 def _diff(options: argparse.Namespace) -> int:
     status = 0
     for line in diff(*options.paths):
-        print(line)
+        tell(line)
         status = 1
     return status
 

@@ -1,4 +1,4 @@
-"""What the commands have in common: their errors and warnings are lines on stderr."""
+"""What the commands have in common: what they say is lines, their errors are lines on stderr."""
 
 from __future__ import annotations
 
@@ -12,7 +12,22 @@ STOPPED = 130  # the status of what Ctrl-C ended, as shells have it
 
 def say(program: str, text: str) -> None:
     """One line on stderr."""
-    sys.stderr.write(f"{program}: {' '.join(text.split())}\n")
+    sys.stderr.write(f"{program}: {printable(' '.join(text.split()))}\n")
+
+
+def tell(text: str) -> None:
+    """One line on stdout, for people: of what was found, with names as files have them."""
+    sys.stdout.write(f"{printable(text)}\n")
+
+
+def printable(text: str) -> str:
+    """``text`` with a backslash for what a terminal obeys or hides, as Python writes it.
+
+    Such as escapes, ends of lines and marks that turn the direction; names in files may hold all.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def run_command(

@@ -16,6 +16,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from megablocks_core.files.commands import say
 from megablocks_core.train.comparison import comparison
 from megablocks_core.train.expert_load import plot_expert_load
 from megablocks_core.train.figures import hard_metrics
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(write_report(run, price_per_hour=options.price_per_hour))
             good.append(run)
         except (ImportError, OSError, ValueError) as error:
-            print(f"megablocks-report: {error}", file=sys.stderr)
+            say("megablocks-report", str(error))
             status = 1
     if len(good) > 1:
         try:
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.comparison.write_text(text, encoding="utf-8")
             print(options.comparison)
         except OSError as error:
-            print(f"megablocks-report: {error}", file=sys.stderr)
+            say("megablocks-report", str(error))
             status = 1
     return status
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from megablocks_core.auto.command import main
 from megablocks_core.files import progress
 from tests.auto.runs import TOKENS, save, trained
+from tests.export.tiny_models import pretrained
 from tests.files.test_progress import Terminal
 
 
@@ -77,6 +78,27 @@ def test_faults_have_status_1_and_trouble_2(run, tmp_path, capsys):
     status, _, (line,) = said(capsys, "hf", run[0], tmp_path / "more", "--config", tmp_path / "no")
     assert status == 2 and "is missing" in line
     assert not (tmp_path / "more").exists()
+
+
+def test_names_that_would_write_to_the_terminal_are_shown(tmp_path, capsys):
+    """Of tensors, entries and files, in lines on stdout and in errors."""
+    name = "model.\x1b[2J\nwhole\u202e"
+    for folder, entry in (("a", "\x1b]0;title\x07"), ("b", "b")):
+        (tmp_path / folder).mkdir()
+        save_file({name + folder: torch.ones(2)}, tmp_path / folder / "model.safetensors")
+        config = {"model_type": "none", entry: entry}
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+        (tmp_path / folder / f"\x1b[31m{folder}").touch()
+    status, lines, _ = said(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert status == 1 and r"only in the first: tensor model.\x1b[2J\nwhole\u202ea" in lines
+    assert r"only in the first: config.\x1b]0;title\x07" in lines
+    assert r"only in the second: file \x1b[31mb" in lines and len(lines) == 6
+    pretrained(tmp_path / "c")
+    file = tmp_path / "c" / "model.safetensors"
+    save_file({**load_file(file), name: torch.ones(2)}, file)
+    capsys.readouterr()
+    status, lines, (error,) = said(capsys, "verify", tmp_path / "c")
+    assert (status, lines) == (1, []) and r"model.\x1b[2J\nwhole\u202e" in error
 
 
 @pytest.mark.parametrize("arguments", [["hf"], ["verify", "--values"], ["diff"]])

@@ -27,7 +27,7 @@ from megablocks_core.ckpt.tools.converting import convert
 from megablocks_core.ckpt.tools.differing import diff
 from megablocks_core.ckpt.tools.inspecting import inspect, inspect_text
 from megablocks_core.ckpt.tools.opening import open_checkpoint
-from megablocks_core.files.commands import run_command, say
+from megablocks_core.files.commands import run_command, say, tell
 from megablocks_core.files.progress import Progress
 
 _NAME = "megablocks-ckpt"
@@ -97,7 +97,7 @@ def _inspect(options: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
     else:
         for line in inspect_text(found):
-            print(line)
+            tell(line)
     return 0
 
 
@@ -115,7 +115,7 @@ def _verify(options: argparse.Namespace) -> int:
             say(_NAME, fault)
             status = 1
         else:
-            print(f"{path}: whole")
+            tell(f"{path}: whole")
     return status
 
 
@@ -127,7 +127,7 @@ def _diff(options: argparse.Namespace) -> int:
     try:
         for line in diff(one, other, progress=progress):
             progress.close()
-            print(line)
+            tell(line)
             status = 1
     finally:
         progress.close()
