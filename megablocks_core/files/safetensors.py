@@ -43,6 +43,8 @@ DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 DTYPES |= {"F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64}
 # What other readers of the format accept.
 _LONGEST_HEADER = 100_000_000
+# What torch takes; the product of many more lengths would take for ever.
+_MOST_DIMS = 64
 
 
 class Layout(NamedTuple):
@@ -94,7 +96,8 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry
 
     Raises:
         ValueError: The header says what cannot be: it is longer than the file or than 100 MB, is
-            no JSON of the format, has a name twice, or its tensors overlap or do not fill the file.
+            no JSON of the format, has a name twice, metadata that are no texts, or its tensors
+            overlap or do not fill the file.
     """
     length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
     if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
@@ -105,7 +108,9 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry
         raise ValueError(f"the header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise ValueError("the header is not an object")
-    header.pop("__metadata__", None)
+    said = header.pop("__metadata__", {})
+    if not (isinstance(said, dict) and all(isinstance(text, str) for text in said.values())):
+        raise ValueError(f"__metadata__ must hold texts by name, not {str(said)[:99]}")
     entries, runs = {}, []
     for name, one in header.items():
         start, stop = _span(name, one)
@@ -142,7 +147,9 @@ def _span(name: str, one: Any) -> tuple[int, int]:
 
 
 def _are_lengths(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(one) is int and 0 <= one < 2**63 for one in value)
+    if not isinstance(value, list) or len(value) > _MOST_DIMS:
+        return False
+    return all(type(one) is int and 0 <= one < 2**63 for one in value)
 
 
 class SafetensorsWriter:

@@ -71,6 +71,7 @@ def test_a_header_is_read():
         "empty": Entry("U8", (0, 5), planned.offsets["empty"]),
     }
     assert _read(_file({})) == {}
+    assert _read(_file({"__metadata__": {}})) == {}
 
 
 _GOOD = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
@@ -89,7 +90,11 @@ _GOOD = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
         (_file(b"[" * 10**5), "is not JSON"),
         (_file([1]), "is not an object"),
         (_file(b'{"a":1,"a":1}'), "'a' must come once"),
+        (_file({"__metadata__": []}), "__metadata__ must hold texts by name, not"),
+        (_file({"__metadata__": {"format": 1}}), "__metadata__ must hold texts by name, not"),
+        (_file({"__metadata__": "x" * 999}), "__metadata__ must hold texts by name, not x{99}$"),
         (_file({"a": 1}), "entry of 'a' cannot be: 1"),
+        (_file({"a": _GOOD | {"shape": [1] * 64 + [2]}}, b"12"), "entry of 'a' cannot be"),
         (_file({"a": _GOOD | {"dtype": "U9"}}, b"12"), "entry of 'a' cannot be"),
         (_file({"a": _GOOD | {"dtype": ["U8"]}}, b"12"), "entry of 'a' cannot be"),
         (_file({"a": _GOOD | {"shape": [-2]}}, b"12"), "entry of 'a' cannot be"),
