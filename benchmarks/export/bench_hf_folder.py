@@ -5,6 +5,9 @@
 The peers are a plain copy of the same files on the same disk (synced where ours is, when saving)
 and transformers' ``save_pretrained``, which syncs nothing, and ``from_pretrained``. Files are read
 from the page cache. Rounds are fewer than elsewhere, because a folder may be large.
+
+A line whose case has ``mib`` is about memory: its ratio is that of peaks beyond the model's own,
+each of a process of its own. Against "1 GB" it is the part that is taken of what is promised.
 """
 
 import os
@@ -12,12 +15,14 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import transformers
+from torch import Tensor
 
+from benchmarks.peaks import peak_of, print_peak, report_peaks
 from benchmarks.timing import Times, report
 from megablocks_core.export import load_hf, save_hf
 from megablocks_core.layers import Decoder, DecoderSpec
@@ -27,6 +32,8 @@ _HIDDEN, _FFN, _VOCAB = 1024, 4096, 32000
 _FILE_BYTES = 2**30
 # Ours / theirs: at least 0.6 of the speed of a copy.
 _LIMIT = 1 / 0.6
+# Beyond the model's own, in MiB.
+_MOST_MIB = 10**9 // 2**20
 
 
 def main(megabytes: int = 512) -> None:
@@ -79,6 +86,57 @@ def _compare(model: Decoder, spec: DecoderSpec, folder: Path) -> None:
             case = {"what": what, "mb": size // 10**6}
             threads = torch.get_num_threads()
             report(times, benchmark=_NAME, peer=peer, case=case, limit=limit, threads=threads)
+        _report_memory(case, source, scratch)
+
+
+def _report_memory(case: dict[str, int | str], source: Path, scratch: Path) -> None:
+    peaks = []
+    for side in ("ours", "theirs"):
+        shutil.rmtree(scratch, ignore_errors=True)
+        words = f"{side}-{case['what']}", str(source), str(scratch)
+        mib, milliseconds = peak_of("benchmarks.export.bench_hf_folder", *words)
+        peaks.append((max(mib, 1), milliseconds))
+    ours, theirs = peaks
+    promised = {"whom": "1 GB", "limit": 1.0}, {"whom": "transformers", "limit": None}
+    for peer, words in zip(((_MOST_MIB, 0.0), theirs), promised, strict=True):
+        threads = torch.get_num_threads()
+        report_peaks(ours, peer, benchmark=_NAME, case=case, threads=threads, **words)
+
+
+def _print_peak(step: str, source: Path, scratch: Path) -> None:
+    """The peak of one step of one side."""
+    opened = transformers.AutoModelForCausalLM.from_pretrained
+    spec, held = DecoderSpec.from_hf(source), []
+
+    def loaded() -> Sequence[Tensor]:
+        model = Decoder(spec, device="meta", dtype=torch.bfloat16)
+        load_hf(model, source)
+        held.append(model)
+        return list(model.parameters())
+
+    def opened_and_read() -> Sequence[Tensor]:
+        model = opened(source, dtype="auto")
+        held.append(model)
+        for parameter in model.parameters():
+            parameter.detach().flatten()[::1024].sum()
+        return list(model.parameters())
+
+    def saved() -> Sequence[Tensor]:
+        save_hf(held[-1], scratch, max_file_bytes=_FILE_BYTES)
+        return []
+
+    def saved_by_theirs() -> Sequence[Tensor]:
+        held[-1].save_pretrained(scratch, max_shard_size="1GB")
+        return []
+
+    steps = {
+        "ours-load": (loaded, lambda: (loaded(), held.clear())),
+        "theirs-load": (opened_and_read, lambda: (opened_and_read(), held.clear())),
+        "ours-save": (saved, loaded),
+        "theirs-save": (saved_by_theirs, opened_and_read),
+    }
+    step_of, warm_up = steps[step]
+    print_peak(step_of, warm_up=warm_up)
 
 
 def _spec(nbytes: int) -> DecoderSpec:
@@ -110,4 +168,7 @@ def _copied(source: Path, target: Path, *, synced: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(word) for word in sys.argv[1:]))
+    if len(sys.argv) == 4:
+        _print_peak(sys.argv[1], *map(Path, sys.argv[2:]))
+    else:
+        main(*(int(word) for word in sys.argv[1:]))
