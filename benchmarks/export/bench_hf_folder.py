@@ -15,8 +15,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -86,57 +87,67 @@ def _compare(model: Decoder, spec: DecoderSpec, folder: Path) -> None:
             case = {"what": what, "mb": size // 10**6}
             threads = torch.get_num_threads()
             report(times, benchmark=_NAME, peer=peer, case=case, limit=limit, threads=threads)
-        _report_memory(case, source, scratch)
+    for what in ("save", "load", "save as float32", "load as float32"):
+        _report_memory({"what": what, "mb": size // 10**6}, source, scratch)
 
 
 def _report_memory(case: dict[str, int | str], source: Path, scratch: Path) -> None:
-    peaks = []
-    for side in ("ours", "theirs"):
+    """What a step takes of what is promised, and against transformers, which casts none."""
+    peaks = {}
+    for side in ("ours", "transformers"):
         shutil.rmtree(scratch, ignore_errors=True)
-        words = f"{side}-{case['what']}", str(source), str(scratch)
-        mib, milliseconds = peak_of("benchmarks.export.bench_hf_folder", *words)
-        peaks.append((max(mib, 1), milliseconds))
-    ours, theirs = peaks
-    promised = {"whom": "1 GB", "limit": 1.0}, {"whom": "transformers", "limit": None}
-    for peer, words in zip(((_MOST_MIB, 0.0), theirs), promised, strict=True):
-        threads = torch.get_num_threads()
-        report_peaks(ours, peer, benchmark=_NAME, case=case, threads=threads, **words)
+        if side == "ours" or " as " not in str(case["what"]):
+            words = side, case["what"], str(source), str(scratch)
+            peaks[side] = peak_of("benchmarks.export.bench_hf_folder", *words)
+    ours, threads = peaks.pop("ours"), torch.get_num_threads()
+    for peer, (mib, milliseconds), limit in (
+        ("1 GB", (_MOST_MIB, 0.0), 1.0),
+        *((peer, peak, None) for peer, peak in peaks.items()),
+    ):
+        report_peaks(
+            ours,
+            (max(mib, 1), milliseconds),
+            benchmark=_NAME,
+            whom=peer,
+            case=case,
+            limit=limit,
+            threads=threads,
+        )
 
 
-def _print_peak(step: str, source: Path, scratch: Path) -> None:
-    """The peak of one step of one side."""
-    opened = transformers.AutoModelForCausalLM.from_pretrained
-    spec, held = DecoderSpec.from_hf(source), []
+def _print_peak(side: str, what: str, source: Path, scratch: Path) -> None:
+    """The peak of one step of one side; each is done before, so that all is set up."""
+    verb, _, dtype = what.partition(" as ")
+    other: Any = getattr(torch, dtype) if dtype else None
+    spec, opened = DecoderSpec.from_hf(source), transformers.AutoModelForCausalLM.from_pretrained
 
-    def loaded() -> Sequence[Tensor]:
-        model = Decoder(spec, device="meta", dtype=torch.bfloat16)
+    def load() -> torch.nn.Module:
+        if side == "transformers":
+            model = opened(source, dtype="auto")
+            for parameter in model.parameters():  # they are mapped: every page is read
+                parameter.detach().flatten()[::1024].sum()
+            return model
+        own = torch.bfloat16 if verb == "save" else other or torch.bfloat16
+        model = Decoder(spec, device="meta", dtype=own)
         load_hf(model, source)
-        held.append(model)
-        return list(model.parameters())
+        return model
 
-    def opened_and_read() -> Sequence[Tensor]:
-        model = opened(source, dtype="auto")
-        held.append(model)
-        for parameter in model.parameters():
-            parameter.detach().flatten()[::1024].sum()
-        return list(model.parameters())
+    def save(model: Any, folder: Path) -> None:
+        if side == "transformers":
+            model.save_pretrained(folder, max_shard_size="1GB")
+        else:
+            save_hf(model, folder, dtype=other, max_file_bytes=_FILE_BYTES)
 
-    def saved() -> Sequence[Tensor]:
-        save_hf(held[-1], scratch, max_file_bytes=_FILE_BYTES)
+    if verb == "load":
+        print_peak(lambda: [*load().parameters()], warm_up=load)
+        return
+    model = load()
+
+    def saved() -> list[Tensor]:
+        save(model, scratch / "again")
         return []
 
-    def saved_by_theirs() -> Sequence[Tensor]:
-        held[-1].save_pretrained(scratch, max_shard_size="1GB")
-        return []
-
-    steps = {
-        "ours-load": (loaded, lambda: (loaded(), held.clear())),
-        "theirs-load": (opened_and_read, lambda: (opened_and_read(), held.clear())),
-        "ours-save": (saved, loaded),
-        "theirs-save": (saved_by_theirs, opened_and_read),
-    }
-    step_of, warm_up = steps[step]
-    print_peak(step_of, warm_up=warm_up)
+    print_peak(saved, warm_up=lambda: save(model, scratch / "first"))
 
 
 def _spec(nbytes: int) -> DecoderSpec:
@@ -168,7 +179,7 @@ def _copied(source: Path, target: Path, *, synced: bool) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4:
-        _print_peak(sys.argv[1], *map(Path, sys.argv[2:]))
+    if len(sys.argv) == 5:
+        _print_peak(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
     else:
         main(*(int(word) for word in sys.argv[1:]))
