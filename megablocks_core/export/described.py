@@ -88,8 +88,9 @@ def described(
         allow_nonfinite: Whether NaN and infinite values are written like others.
 
     Raises:
-        ValueError: The family is unknown, tensors are not those that the config describes, values
-            are not finite or do not fit their dtypes, or ranks differ in what they ask for.
+        ValueError: The family is unknown, tensors are not those that the config describes or are
+            on ``meta``, values are not finite or do not fit their dtypes, or ranks differ in what
+            they ask for.
     """
     with together(task, group=group):
         config = _config(model, None if like is None else folder_of(like, "like"))
@@ -99,6 +100,8 @@ def described(
             Held(name, tensor, specs)
             for name, tensor, specs in logical_tensors(model, remove_duplicate=True, unstack=True)
         ]
+        if empty := [name for name, tensor, _ in held if tensor.is_meta]:
+            raise ValueError(f"model must have values, but {empty} are on meta")
         shapes = part_shapes(model)
         layout = layout_of(config).named(shapes)
         if vocab_size is not None:
