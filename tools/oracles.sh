@@ -81,10 +81,12 @@ build() {
         FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
             install --no-deps --no-build-isolation flash-attn==2.8.3.post2
         ;;
-    streaming)  # for benchmarks
+    streaming)  # for benchmarks, and to read and write what is converted: with Hugging Face datasets
         install boto3==1.44.8 brotli==1.2.1 catalogue==2.0.10 lightning-utilities==0.15.3 \
             pillow==13.0.0 python-snappy==0.7.3 requests==2.34.2 tqdm==4.70.1 zstd==1.5.7.2
         install --no-deps mosaicml-streaming==0.13.0 litdata==0.2.76
+        install dill==0.4.1 multiprocess==0.70.19 pandas==2.3.3 pyarrow zstandard
+        install --no-deps datasets==5.2.0
         ;;
     serving)  # read as text, to see that they know the names that are written; nothing is built
         install setuptools setuptools-rust setuptools-scm packaging jinja2 cmake ninja
