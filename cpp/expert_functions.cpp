@@ -3,11 +3,16 @@
 #include "expert_functions.hpp"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <numeric>
 #include <optional>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "expert_rows.hpp"
 #include "huge_pages.hpp"
@@ -98,7 +103,6 @@ struct ExpertArguments {
 };
 
 TileExperts tile_experts(const ExpertArguments& given, Numbers activation) {
-    require(tiles_ready(), "this machine has no tiles of bfloat16");
     const auto experts = given.gate.shape(0), features = given.gate.shape(1);
     const auto hidden = given.gate.shape(2);
     require(features % kBlock == 0 && hidden % kBlock == 0,
@@ -129,13 +133,38 @@ TileExperts tile_experts(const ExpertArguments& given, Numbers activation) {
             swiglu(activation)};
 }
 
+// The units of this processor, the fastest first.
+std::vector<std::string> units() {
+    std::vector<std::string> found;
+    if (TileUnit::is_there()) found.push_back("tiles");
+    if (VectorUnit::is_there()) found.push_back("vectors");
+    return found;
+}
+
 template <typename Pass, typename Outputs>
-void run_on_tiles(const TileExperts& in, const Outputs& out, std::int64_t rows,
-                  std::int64_t threads) {
-    if (in.experts == 0) return;
-    threads = threads_worth(rows * in.features, kHiddenWorthAThread, threads);
+void run_by_all(const TileExperts& in, const Outputs& out, std::int64_t threads) {
     Pass pass(in, out, threads);
     together(threads, [&](std::int64_t thread, Meeting& meeting) { pass.run(thread, meeting); });
+}
+
+template <template <typename> typename Pass, typename Outputs>
+void run_on_tiles(const TileExperts& in, const Outputs& out, std::int64_t rows,
+                  std::int64_t threads, bool by_tiles) {
+    if (in.experts == 0) return;
+    threads = threads_worth(rows * in.features, kHiddenWorthAThread, threads);
+    if (by_tiles) {
+        run_by_all<Pass<TileUnit>>(in, out, threads);
+    } else {
+        run_by_all<Pass<VectorUnit>>(in, out, threads);
+    }
+}
+
+// Whether the unit of this name is that of tiles; it must be there.
+bool is_tiles(const std::string& unit) {
+    const auto there = units();
+    require(std::find(there.begin(), there.end(), unit) != there.end(),
+            "unit must be one that this processor has");
+    return unit == "tiles";
 }
 
 template <typename Each>
@@ -147,8 +176,9 @@ void require_rows(const Each& each, std::size_t rows, std::size_t columns) {
 void experts_forward(Weights gate, Weights up, Weights down, Matrix<const Bits> x,
                      Vector<const std::int64_t> rows, Vector<const float> weights,
                      Vector<const std::int64_t> counts, Numbers activation, Matrix<Bits> first,
-                     Matrix<Bits> out, std::int64_t threads) {
+                     Matrix<Bits> out, const std::string& unit, std::int64_t threads) {
     require_threads(threads);
+    const bool by_tiles = is_tiles(unit);
     const ExpertArguments given{gate, up, down, x, rows, weights, counts};
     const auto in = tile_experts(given, activation);
     const auto filled = static_cast<std::size_t>(given.filled());
@@ -156,7 +186,7 @@ void experts_forward(Weights gate, Weights up, Weights down, Matrix<const Bits> 
     require_rows(out, filled, in.hidden);
     nb::gil_scoped_release released;
     run_on_tiles<TileForward>(in, TileOutputs{first.data(), out.data()},
-                              given.filled(), threads);
+                              given.filled(), threads, by_tiles);
 }
 
 // A gradient of a weight that is wanted.
@@ -175,8 +205,10 @@ void experts_backward(Weights gate, Weights up, Weights down, Matrix<const Bits>
                       Matrix<const Bits> dy, Matrix<const Bits> first, std::optional<Matrix<Bits>> of_x,
                       Vector<float> of_weights, std::optional<Stack<Bits>> of_gate,
                       std::optional<Stack<Bits>> of_up, std::optional<Stack<Bits>> of_down,
-                      std::tuple<bool, bool, bool> adds, std::int64_t threads) {
+                      std::tuple<bool, bool, bool> adds, const std::string& unit,
+                      std::int64_t threads) {
     require_threads(threads);
+    const bool by_tiles = is_tiles(unit);
     const ExpertArguments given{gate, up, down, x, rows, weights, counts};
     const auto in = tile_experts(given, activation);
     const auto filled = static_cast<std::size_t>(given.filled());
@@ -189,25 +221,26 @@ void experts_backward(Weights gate, Weights up, Weights down, Matrix<const Bits>
                             wanted(of_gate, gate), wanted(of_up, up), wanted(of_down, down),
                             std::get<0>(adds), std::get<1>(adds), std::get<2>(adds)};
     nb::gil_scoped_release released;
-    run_on_tiles<TileBackward>(in, out, given.filled(), threads);
+    run_on_tiles<TileBackward>(in, out, given.filled(), threads, by_tiles);
 }
 
 void define_tiles(nb::module_& m) {
     m.def("experts_forward", &experts_forward, "gate"_a.noconvert(), "up"_a.noconvert(),
           "down"_a.noconvert(), nb::kw_only(), "x"_a.noconvert(), "rows"_a.noconvert(),
           "weights"_a.noconvert(), "counts"_a.noconvert(), "activation"_a,
-          "first"_a.noconvert(), "out"_a.noconvert(),
-          "threads"_a = 1);
+          "first"_a.noconvert(), "out"_a.noconvert(), "unit"_a, "threads"_a = 1);
     m.def("experts_backward", &experts_backward, "gate"_a.noconvert(), "up"_a.noconvert(),
           "down"_a.noconvert(), nb::kw_only(), "x"_a.noconvert(), "rows"_a.noconvert(),
           "weights"_a.noconvert(), "counts"_a.noconvert(), "activation"_a, "dy"_a.noconvert(),
           "first"_a.noconvert(), "of_x"_a.noconvert().none(),
           "of_weights"_a.noconvert(), "of_gate"_a.noconvert().none(),
           "of_up"_a.noconvert().none(), "of_down"_a.noconvert().none(), "adds"_a,
-          "threads"_a = 1);
+          "unit"_a, "threads"_a = 1);
 }
 
 #else
+
+std::vector<std::string> units() { return {}; }
 
 void define_tiles(nb::module_&) {}
 
@@ -231,7 +264,7 @@ void define_hidden(nb::module_& m) {
 void define_experts(nb::module_& m) {
     define_hidden<float, std::int16_t>(m);
     m.def("ask_for_huge_pages", &ask_pages, "memory"_a.noconvert());
-    m.def("has_tiles", &tiles_ready);
+    m.def("bfloat16_units", &units);
     define_tiles(m);
 }
 

@@ -90,7 +90,7 @@ struct MakeWriteRows {
 
 // Calls make(strip, operands) for each strip and all rows of a left operand, so many rows at a time
 // that they stay in a core's cache while strips pass by.
-template <typename Make>
+template <typename Unit, typename Make>
 MEGABLOCKS_ON_TILES inline void rows_by_strips(const Bits* left, std::int64_t depth,
                                                std::int64_t rows, const Bits* strips,
                                                std::int64_t count, Make& make) {
@@ -102,8 +102,8 @@ MEGABLOCKS_ON_TILES inline void rows_by_strips(const Bits* left, std::int64_t de
         const std::int64_t end = std::min(begin + together, blocks);
         for (std::int64_t strip = 0; strip < count; ++strip) {
             auto finish = make(strip);
-            products({left, 2 * depth * kTile, strips + strip * 2 * depth * kTile, 0, depth, begin,
-                      end, half}, finish);
+            products<Unit>({left, 2 * depth * kTile, strips + strip * 2 * depth * kTile, 0, depth, begin,
+                            end, half}, finish);
         }
     }
 }
@@ -116,6 +116,7 @@ struct TileOutputs {
 };
 
 // Forward of all experts, by all threads together.
+template <typename Unit>
 class TileForward {
   public:
     TileForward(const TileExperts& in, TileOutputs out, std::int64_t threads)
@@ -127,7 +128,7 @@ class TileForward {
           hidden_(blocks_of(in.most(), kTileRows) * deep_), strips_(threads * strip_tiles_) {}
 
     MEGABLOCKS_ON_TILES void run(std::int64_t thread, Meeting& meeting) {
-        const TilesOn on;
+        const typename Unit::On on;
         Bits* strips = strips_[thread * strip_tiles_];
         std::int64_t start = 0;
         for (std::int64_t expert = 0; expert < in_.experts; ++expert) {
@@ -171,7 +172,7 @@ class TileForward {
                              strips + (each - part.begin) * 2 * depth * kTile);
         }
         MakeActivate make{*this, own, part.begin};
-        rows_by_strips(x_[0], depth, own.count, strips, part.size(), make);
+        rows_by_strips<Unit>(x_[0], depth, own.count, strips, part.size(), make);
     }
 
     // From sums of 16 features of gate and of up.
@@ -226,7 +227,7 @@ class TileForward {
         }
         MakeWriteRows make{out_.y + own.start * in_.hidden + part.begin * kBlock, in_.hidden,
                            own.count};
-        rows_by_strips(hidden_[0], depth, own.count, strips, part.size(), make);
+        rows_by_strips<Unit>(hidden_[0], depth, own.count, strips, part.size(), make);
     }
 
     const TileExperts in_;

@@ -20,6 +20,7 @@ struct TileGradients {
 };
 
 // Backward of all experts, by all threads together.
+template <typename Unit>
 class TileBackward {
   public:
     TileBackward(const TileExperts& in, TileGradients out, std::int64_t threads)
@@ -33,7 +34,7 @@ class TileBackward {
           strips_(threads * strip_tiles_), products_(deep_ * padded_ * kBlock) {}
 
     MEGABLOCKS_ON_TILES void run(std::int64_t thread, Meeting& meeting) {
-        const TilesOn on;
+        const typename Unit::On on;
         Bits* strips = strips_[thread * strip_tiles_];
         std::int64_t start = 0;
         for (std::int64_t expert = 0; expert < in_.experts; ++expert) {
@@ -120,7 +121,7 @@ class TileBackward {
         const Bits* down = in_.down + own.expert * in_.weight_size() + part.begin * kBlock;
         strips_of_rows(down, in_.features, wide_, part.size(), strips, 2 * wide_ * kTile);
         MakeActivate make{*this, own, part.begin};
-        rows_by_strips(dy_[0], wide_, own.count, strips, part.size(), make);
+        rows_by_strips<Unit>(dy_[0], wide_, own.count, strips, part.size(), make);
     }
 
     // From sums of the gradient of the hidden activation.
@@ -207,7 +208,7 @@ class TileBackward {
         strips_of_rows(in_.up + at, in_.hidden, deep_, part.size(), strips + next / 2, next);
         MakeWriteRows make{out_.x + own.start * in_.hidden + part.begin * kBlock, in_.hidden,
                            own.count};
-        rows_by_strips(inner_[0], 2 * deep_, own.count, strips, part.size(), make);
+        rows_by_strips<Unit>(inner_[0], 2 * deep_, own.count, strips, part.size(), make);
     }
 
     // 32 rows of a weight's gradient.
@@ -217,8 +218,8 @@ class TileBackward {
         const std::int64_t width = columns * kBlock, depth = own.blocks;
         WriteGradient finish{to + own.expert * in_.weight_size() + block * kBlock * width, width,
                              adds};
-        products({left[2 * block * depth], 0, right[0], 2 * depth * kTile, depth, 0, columns, -1},
-                 finish);
+        products<Unit>({left[2 * block * depth], 0, right[0], 2 * depth * kTile, depth, 0, columns, -1},
+                       finish);
     }
 
     // Adds sums to what is there, or writes them past the caches.

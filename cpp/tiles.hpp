@@ -1,10 +1,12 @@
-// Products of bfloat16 matrices by a processor's tile unit (Intel AMX), whose sums are float32.
+// Products of bfloat16 matrices, whose sums are float32, by a processor's tile unit (Intel AMX) or
+// by its vectors of pairs (AVX-512 BF16): a unit, of which both have the same functions.
 // A tile has 16 rows of 64 bytes. A left operand lies as tiles of 16 rows and 32 columns; a right
 // one as strips of 32 columns, two tiles for each 32 rows, in which a row holds 16 columns of a
 // pair of rows. A tile of the one kind, seen as 16 x 16 pairs and transposed, is one of the other.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #ifdef MEGABLOCKS_TILES
 #include <immintrin.h>
@@ -19,48 +21,11 @@ namespace megablocks {
 
 #ifdef MEGABLOCKS_TILES
 
-// Whether this process may use tiles. Linux is asked once; what says no is taken as an answer.
-inline bool tiles_ready() {
-    static const bool ready = [] {
-        constexpr long kAskForState = 0x1023, kTileData = 18;
-        __builtin_cpu_init();
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-tile") &&
-               __builtin_cpu_supports("amx-bf16") &&
-               syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
-    }();
-    return ready;
-}
-
 using Bits = std::int16_t;                   // of a bfloat16
 constexpr std::int64_t kTileRows = 16;       // also the columns of a right tile
 constexpr std::int64_t kTileColumns = 32;    // of a left tile; also the rows of a right one
 constexpr std::int64_t kTile = kTileRows * kTileColumns;
 constexpr std::int64_t kBlock = 32;          // rows and columns of the sums made at a time
-
-// Tiles of this thread are set up for as long as this lives.
-class TilesOn {
-  public:
-    MEGABLOCKS_ON_TILES TilesOn() {
-        alignas(64) struct {
-            std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } config;
-        _tile_loadconfig(&config);
-    }
-    MEGABLOCKS_ON_TILES ~TilesOn() { _tile_release(); }
-    TilesOn(const TilesOn&) = delete;
-    TilesOn& operator=(const TilesOn&) = delete;
-};
-
-MEGABLOCKS_ON_TILES inline void clear_sums() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-}
 
 // A left and a right operand for each of the blocks of sums from `begin` to `end`: where those of
 // block 0 lie, and how many numbers the next block's are away.
@@ -74,42 +39,159 @@ struct Operands {
     std::int64_t half;   // a block of 16 rows, if there is one
 };
 
-// Adds the product of 32 rows, or of 16, and a strip of 32 columns. `next` numbers lie from 16
-// rows to the others. In between something else is done: a tile's product takes long.
-template <typename Between>
-MEGABLOCKS_ON_TILES inline void add_product(const Bits* left, std::int64_t next, const Bits* strip,
-                                            std::int64_t depth, bool half, Between& between) {
-    for (std::int64_t k = 0; k < depth; ++k) {
-        _tile_loadd(4, left + k * kTile, 64);
-        _tile_loadd(6, strip + 2 * k * kTile, 64);
-        _tile_loadd(7, strip + (2 * k + 1) * kTile, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (!half) {
-            _tile_loadd(5, left + next + k * kTile, 64);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        between.some();
+// Where a product of 32 rows, or of 16, and a strip of 32 columns is made, added to sums [32 32]
+// or in their place.
+struct Addends {
+    const Bits* left;
+    std::int64_t next;  // numbers from 16 rows of the left operand to the others
+    const Bits* strip;
+    std::int64_t depth;
+    bool half;  // of 16 rows
+    bool fresh;  // there are no sums yet
+};
+
+// A processor's tiles. In between something else is done: a tile's product takes long.
+struct TileUnit {
+    // Linux is asked once; what says no is taken as an answer.
+    static bool is_there() {
+        static const bool ready = [] {
+            constexpr long kAskForState = 0x1023, kTileData = 18;
+            __builtin_cpu_init();
+            return has_vectors() && __builtin_cpu_supports("amx-tile") &&
+                   __builtin_cpu_supports("amx-bf16") &&
+                   syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+        }();
+        return ready;
     }
-}
 
-// Writes the sums [32 32].
-MEGABLOCKS_ON_TILES inline void take_sums(float* sums) {
-    constexpr std::int64_t kRowBytes = kBlock * sizeof(float);
-    _tile_stored(0, sums, kRowBytes);
-    _tile_stored(1, sums + kTileRows, kRowBytes);
-    _tile_stored(2, sums + kTileRows * kBlock, kRowBytes);
-    _tile_stored(3, sums + kTileRows * kBlock + kTileRows, kRowBytes);
-}
+    static bool has_vectors() {
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512bf16");
+    }
 
-MEGABLOCKS_ON_TILES inline void give_sums(const float* sums) {
-    constexpr std::int64_t kRowBytes = kBlock * sizeof(float);
-    _tile_loadd(0, sums, kRowBytes);
-    _tile_loadd(1, sums + kTileRows, kRowBytes);
-    _tile_loadd(2, sums + kTileRows * kBlock, kRowBytes);
-    _tile_loadd(3, sums + kTileRows * kBlock + kTileRows, kRowBytes);
-}
+    // Tiles of this thread are set up for as long as this lives.
+    class On {
+      public:
+        MEGABLOCKS_ON_TILES On() {
+            alignas(64) struct {
+                std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+                std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+                std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+            } config;
+            _tile_loadconfig(&config);
+        }
+        MEGABLOCKS_ON_TILES ~On() { _tile_release(); }
+        On(const On&) = delete;
+        On& operator=(const On&) = delete;
+    };
+
+    template <typename Between>
+    MEGABLOCKS_ON_TILES static void add(const Addends& of, float* sums, Between& between) {
+        if (of.fresh) {
+            clear();
+        } else {
+            give(sums);
+        }
+        for (std::int64_t k = 0; k < of.depth; ++k) {
+            _tile_loadd(4, of.left + k * kTile, 64);
+            _tile_loadd(6, of.strip + 2 * k * kTile, 64);
+            _tile_loadd(7, of.strip + (2 * k + 1) * kTile, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (!of.half) {
+                _tile_loadd(5, of.left + of.next + k * kTile, 64);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            between.some();
+        }
+        between.rest();
+        take(sums);
+    }
+
+  private:
+    static constexpr std::int64_t kRowBytes = kBlock * sizeof(float);
+
+    MEGABLOCKS_ON_TILES static void clear() {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+
+    MEGABLOCKS_ON_TILES static void take(float* sums) {
+        _tile_stored(0, sums, kRowBytes);
+        _tile_stored(1, sums + kTileRows, kRowBytes);
+        _tile_stored(2, sums + kTileRows * kBlock, kRowBytes);
+        _tile_stored(3, sums + kTileRows * kBlock + kTileRows, kRowBytes);
+    }
+
+    MEGABLOCKS_ON_TILES static void give(const float* sums) {
+        _tile_loadd(0, sums, kRowBytes);
+        _tile_loadd(1, sums + kTileRows, kRowBytes);
+        _tile_loadd(2, sums + kTileRows * kBlock, kRowBytes);
+        _tile_loadd(3, sums + kTileRows * kBlock + kTileRows, kRowBytes);
+    }
+};
+
+// Vectors of 16 sums, to which products of pairs of numbers are added.
+struct VectorUnit {
+    static bool is_there() {
+        __builtin_cpu_init();
+        return TileUnit::has_vectors();
+    }
+
+    struct On {
+        On() {}  // nothing to set up
+    };
+
+    template <typename Between>
+    MEGABLOCKS_ON_TILES static void add(const Addends& of, float* sums, Between& between) {
+        between.rest();
+        for (std::int64_t row = 0; row < (of.half ? kTileRows : kBlock); row += kRows) {
+            const Bits* left = of.left + row / kTileRows * of.next + row % kTileRows * kTileColumns;
+            rows(left, of.strip, of.depth, of.fresh, sums + row * kBlock);
+        }
+        if (of.half && of.fresh) {
+            std::memset(sums + kTileRows * kBlock, 0, kTileRows * kBlock * sizeof(float));
+        }
+    }
+
+  private:
+    static constexpr std::int64_t kRows = 8;  // whose sums stay in registers
+
+    MEGABLOCKS_ON_TILES static void rows(const Bits* left, const Bits* strip, std::int64_t depth,
+                                         bool fresh, float* sums) {
+        __m512 first[kRows], second[kRows];
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            first[r] = fresh ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * kBlock);
+            second[r] = fresh ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * kBlock + kTileRows);
+        }
+        for (std::int64_t k = 0; k < depth; ++k, left += kTile, strip += 2 * kTile) {
+#pragma GCC unroll 2
+            for (std::int64_t pair = 0; pair < kTileRows; ++pair) {
+                const __m512bh one = (__m512bh)_mm512_load_si512(strip + pair * kTileColumns);
+                const __m512bh two =
+                    (__m512bh)_mm512_load_si512(strip + kTile + pair * kTileColumns);
+#pragma GCC unroll 8
+                for (int r = 0; r < kRows; ++r) {
+                    std::int32_t both;
+                    std::memcpy(&both, left + r * kTileColumns + 2 * pair, sizeof(both));
+                    const __m512bh each = (__m512bh)_mm512_set1_epi32(both);
+                    first[r] = _mm512_dpbf16_ps(first[r], each, one);
+                    second[r] = _mm512_dpbf16_ps(second[r], each, two);
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            _mm512_store_ps(sums + r * kBlock, first[r]);
+            _mm512_store_ps(sums + r * kBlock + kTileRows, second[r]);
+        }
+    }
+};
 
 // What is still to be done with a block of sums, a pair of rows at a time.
 template <typename Finish>
@@ -145,7 +227,7 @@ class Unfinished {
 
 // Makes blocks of sums, and finishes each while the next one is made. Long products are made in
 // pieces, of which one side stays in the nearest cache.
-template <typename Finish>
+template <typename Unit, typename Finish>
 MEGABLOCKS_ON_TILES inline void products(const Operands& of, Finish& finish) {
     constexpr std::int64_t kPiece = 16, kTogether = 8;
     alignas(64) float sums[kTogether][kBlock * kBlock];
@@ -158,16 +240,10 @@ MEGABLOCKS_ON_TILES inline void products(const Operands& of, Finish& finish) {
             const std::int64_t depth = of.depth - k < kPiece ? of.depth - k : kPiece;
             for (std::int64_t block = first; block < stop; ++block) {
                 float* own = sums[block - first];
-                if (k == 0) {
-                    clear_sums();
-                } else {
-                    give_sums(own);
-                }
-                add_product(of.left + block * of.left_step + k * kTile, of.depth * kTile,
-                            of.strip + block * of.strip_step + 2 * k * kTile, depth,
-                            block == of.half, before);
-                before.rest();
-                take_sums(own);
+                Unit::add({of.left + block * of.left_step + k * kTile, of.depth * kTile,
+                           of.strip + block * of.strip_step + 2 * k * kTile, depth,
+                           block == of.half, k == 0},
+                          own, before);
                 if (k + depth == of.depth) before.begin(block, own);
             }
         }
@@ -277,10 +353,6 @@ MEGABLOCKS_ON_TILES inline void store_16(Bits* to, __m256i bits) {
 MEGABLOCKS_ON_TILES inline __m512i narrowed_32(const float* from) {
     return (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(from + 16), _mm512_load_ps(from));
 }
-
-#else
-
-inline bool tiles_ready() { return false; }
 
 #endif
 

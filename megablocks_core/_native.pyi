@@ -96,8 +96,11 @@ def hidden_gradients(
 def ask_for_huge_pages(memory: NDArray[np.uint8]) -> None:
     """Ask the system for large pages under memory that is still untouched."""
 
-def has_tiles() -> bool:
-    """Whether this build and this processor multiply tiles of bfloat16."""
+def bfloat16_units() -> list[str]:
+    """By what this build and this processor multiply bfloat16, the fastest first.
+
+    "tiles" (AMX) and "vectors" (AVX-512).
+    """
 
 def experts_forward(
     gate: NDArray[np.int16],
@@ -111,6 +114,7 @@ def experts_forward(
     activation: tuple[float, float, float],
     first: NDArray[np.int16],
     out: NDArray[np.int16],
+    unit: str,
     threads: int = 1,
 ) -> None:
     """Write weighted SwiGLU experts into ``out``, and what backward reads again into ``first``."""
@@ -133,6 +137,7 @@ def experts_backward(
     of_up: NDArray[np.int16] | None,
     of_down: NDArray[np.int16] | None,
     adds: tuple[bool, bool, bool],
+    unit: str,
     threads: int = 1,
 ) -> None:
     """Write the gradients that are wanted, or add them to what is there."""

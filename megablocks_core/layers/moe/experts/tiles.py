@@ -1,4 +1,4 @@
-"""Experts by a processor's tiles (``cpp/tile_experts.hpp``): SwiGLU in bfloat16 without biases.
+"""Experts by tiles of a processor (``cpp/tile_experts.hpp``): SwiGLU in bfloat16 without biases.
 
 oneDNN packs an expert's weight again for each product, which with many experts takes as long as
 the product. Here a weight is packed while it is read, activations and their gradients are made
@@ -30,7 +30,7 @@ _BLOCK = 32
 
 
 def tiles_fit(x: Tensor, weights: Tensor, projections: Projections, formula: Formula) -> bool:
-    """Whether tiles compute these experts, and this processor has them."""
+    """Whether tiles compute these experts, and this processor multiplies them."""
     if _native is None or formula.weigh != "hidden" or formula.activation.swiglu is None:
         return False
     if any(bias is not None for bias in projections[3:]) or weights.dtype != torch.float32:
@@ -38,7 +38,11 @@ def tiles_fit(x: Tensor, weights: Tensor, projections: Projections, formula: For
     rows = [x, *(stack for stack in projections[:3] if stack is not None)]
     fits = all(each.dtype == torch.bfloat16 and each.device.type == "cpu" for each in rows)
     sizes = projections.up.shape[1:]
-    return fits and all(size and size % _BLOCK == 0 for size in sizes) and _native.has_tiles()
+    return (
+        fits
+        and all(size and size % _BLOCK == 0 for size in sizes)
+        and bool(_native.bfloat16_units())
+    )
 
 
 class Tiles:
@@ -49,10 +53,13 @@ class Tiles:
 
     Args:
         counts: How many places each expert fills, one after the other.
+        unit: One of ``_native.bfloat16_units()``; default the first, which is the fastest.
     """
 
-    def __init__(self, counts: Sequence[int]) -> None:
+    def __init__(self, counts: Sequence[int], *, unit: str | None = None) -> None:
+        assert _native is not None
         self._counts = np.array(counts, dtype=np.int64)
+        self._unit = _native.bfloat16_units()[0] if unit is None else unit
 
     def forward(self, inputs: Inputs, projections: Projections) -> Outputs:
         """Results, and the outputs of the first projections."""
@@ -119,6 +126,7 @@ class Tiles:
             "weights": inputs.weights.detach().contiguous().numpy(),
             "counts": self._counts,
             "activation": inputs.formula.activation.swiglu,
+            "unit": self._unit,
         }
 
 

@@ -14,12 +14,20 @@ from tests.layers.moe.experts.cases import everything, routing
 
 _native = tiles._native
 BFLOAT16 = torch.bfloat16
-needs_tiles = pytest.mark.skipif(
-    _native is None or not _native.has_tiles(), reason="this processor has no tiles of bfloat16"
-)
+UNITS = [] if _native is None else _native.bfloat16_units()
+by_each_unit = pytest.mark.usefixtures("unit")
 # Experts without rows, of fewer rows than a tile has, of more than one block, of more than a piece.
 COUNTS = ((1, 0, 16, 33), (70, 5, 0, 17), (0, 0, 0, 0), (0, 600, 0, 31))
 SIZES = ((32, 32), (64, 96), (544, 32), (32, 1056))
+
+
+@pytest.fixture(params=["tiles", "vectors"])
+def unit(request, monkeypatch):
+    """One of the units by which a processor may multiply, as if it were the only one."""
+    if request.param not in UNITS:
+        pytest.skip(f"this processor has no {request.param} of bfloat16")
+    monkeypatch.setattr(_native, "bfloat16_units", lambda: [request.param])
+    return request.param
 
 
 def _experts(hidden, ffn, **options):
@@ -38,7 +46,7 @@ def _error(mine, exact):
     return float((mine.double() - exact).norm() / (1e-9 + exact.norm()))
 
 
-@needs_tiles
+@by_each_unit
 @pytest.mark.parametrize("hidden, ffn", SIZES)
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("activation", ("swiglu", "clamped_swiglu"))
@@ -58,7 +66,7 @@ def test_as_near_to_float64_as_the_plain_twin(activation, counts, hidden, ffn, m
         assert _error(value, exact[name]) <= 1.2 * _error(plain[name], exact[name]) + 1e-3, name
 
 
-@needs_tiles
+@by_each_unit
 def test_it_is_tiles_that_compute(monkeypatch):
     used = []
     monkeypatch.setattr(Tiles, "forward", _noting(used, Tiles.forward))
@@ -76,7 +84,7 @@ def _noting(used, method):
     return noted
 
 
-@needs_tiles
+@by_each_unit
 @pytest.mark.parametrize("counts", COUNTS[:2])
 def test_threads_do_not_change_the_bits(counts):
     x, routed = _case(tuple(64 * count for count in counts), 256)
@@ -91,7 +99,7 @@ def test_threads_do_not_change_the_bits(counts):
         assert all(torch.equal(other[name], value) for name, value in made[0].items())
 
 
-@needs_tiles
+@by_each_unit
 def test_persistent_gradients_are_added_to(monkeypatch):
     x, routed = _case((40, 3, 0, 70), 64)
     once = everything(_experts(64, 96), x, routed)
@@ -109,7 +117,7 @@ def test_persistent_gradients_are_added_to(monkeypatch):
         assert _error(each.grad - 0.5, once[name].double()) <= 2e-2
 
 
-@needs_tiles
+@by_each_unit
 def test_only_wanted_gradients_are_made():
     experts, (x, routed) = _experts(64, 32), _case((5, 40, 0, 1), 64)
     whole = everything(experts, x, routed)
@@ -119,7 +127,7 @@ def test_only_wanted_gradients_are_made():
     assert all(torch.equal(value, whole[name]) for name, value in part.items())
 
 
-@needs_tiles
+@by_each_unit
 def test_what_fits():
     assert _fits()
     assert not _fits(hidden=48) and not _fits(ffn=33) and not _fits(hidden=0)
@@ -150,7 +158,7 @@ def _fits(
     )
 
 
-@needs_tiles
+@by_each_unit
 @pytest.mark.parametrize(
     "name, value, rule",
     (
@@ -164,9 +172,10 @@ def _fits(
         ("first", np.zeros((1, 128), np.int16), "rows of places"),
         ("out", np.zeros((2, 64), np.int16), "rows of places"),
         ("threads", 0, "threads=0 must be at least 1"),
+        ("unit", "cubes", "unit must be one that this processor has"),
     ),
 )
-def test_the_extension_refuses_what_it_would_read_or_write_outside(name, value, rule):
+def test_the_extension_refuses_what_it_would_read_or_write_outside(name, value, rule, unit):
     given = {
         **dict.fromkeys(("gate", "up"), np.zeros((2, 64, 32), np.int16)),
         "down": np.zeros((2, 32, 64), np.int16),
@@ -177,6 +186,7 @@ def test_the_extension_refuses_what_it_would_read_or_write_outside(name, value, 
         "activation": (1.0, 7.0, 0.0),
         "first": np.zeros((2, 128), np.int16),
         "out": np.zeros((2, 32), np.int16),
+        "unit": unit,
     }
     _native.experts_forward(**given)
     with pytest.raises(ValueError, match=rule):
