@@ -24,10 +24,12 @@ class Written(NamedTuple):
     Attributes:
         whole: Its name in the file, shape and dtype.
         value: What it is made of ours; of another dtype its values are converted.
+        reads: How many bytes of ours a byte of it is made of.
     """
 
     whole: Whole
     value: Lazy
+    reads: int = 1
 
 
 class Slab(NamedTuple):
@@ -77,7 +79,7 @@ class FolderDraft:
         for file in list(self._files)[rank :: self._num_ranks]:
             for written in self._files[file]:
                 _, shape, dtype = written.whole
-                for box in slabs(shape, dtype):
+                for box in slabs(shape, dtype, written.reads):
                     size = prod(part.stop - part.start for part in box) * dtype.itemsize
                     yield Slab(written, box, size), self._ours.needs(written.value, box)
 
@@ -97,7 +99,7 @@ class FolderDraft:
             file = self._waiting.pop(0)
             wholes = [written.whole for written in self._files[file]]
             self._writer = SafetensorsWriter(self.staging / file, wholes, metadata={"format": "pt"})
-        (whole, value), box, _ = slab
+        (whole, value, _), box, _ = slab
         made = self._ours.values(value, box, values)
         self._writer.write(whole.name, _converted(whole.name, made, whole.dtype))
         if self._writer.is_complete:

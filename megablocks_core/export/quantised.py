@@ -11,16 +11,20 @@ Dimensions: E experts, O outputs, I inputs, G groups of 32 inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megablocks_core.export.modelopt import modelopt
 from megablocks_core.export.operations import Box, Lazy, View
+from megablocks_core.files import read_json
 
 Tensors = Mapping[str, Lazy]
 
 _ENTRY = "quantization_config"
+_FILE = "hf_quant_config.json"
 _SCALE = "_scale_inv"
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
 _SCALE_CODES = ("F32", "BF16", "F16")
@@ -61,6 +65,17 @@ def dequantised(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Lazy]:
             f"quantised tensors ({method}) must have their scales: {'; '.join(faults)}"
         )
     return found
+
+
+def with_file(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A config that says what ModelOpt's file beside it does, if it does not say so itself.
+
+    Raises:
+        ValueError: The file is no JSON object.
+    """
+    if _ENTRY in config or not (folder / _FILE).is_file():
+        return dict(config)
+    return {**config, _ENTRY: {**read_json(folder / _FILE, dict), "quant_method": "modelopt"}}
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,4 +246,4 @@ def _is_size(value: object) -> bool:
 
 
 _Method = Callable[[Tensors, Mapping[str, Any], list[str]], dict[str, Lazy]]
-_METHODS: dict[str, _Method] = {"fp8": _fp8, "mxfp4": _mxfp4}
+_METHODS: dict[str, _Method] = {"fp8": _fp8, "mxfp4": _mxfp4, "modelopt": modelopt}

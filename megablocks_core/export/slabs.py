@@ -33,10 +33,16 @@ def nbytes_of(tensor: Lazy) -> int:
     return prod(tensor.get_shape()) * dtype_of(tensor).itemsize
 
 
-def slabs(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
-    """Boxes of at most ``SLAB_BYTES`` that cover a tensor in its order; one if it is empty."""
+def slabs(shape: tuple[int, ...], dtype: torch.dtype, reads: int = 1) -> Iterator[Box]:
+    """Boxes that cover a tensor in its order; one if it is empty.
+
+    Args:
+        shape: Of the tensor.
+        dtype: Its dtype.
+        reads: How many bytes are read for each of its own, of which a box is ``SLAB_BYTES``.
+    """
     whole = full_box((), shape)
     if prod(shape):
-        yield from boxes(whole, dtype.itemsize, SLAB_BYTES)
+        yield from boxes(whole, dtype.itemsize, SLAB_BYTES // reads)
     else:
         yield whole

@@ -10,7 +10,7 @@ from megablocks_core.export.families import family_of
 from megablocks_core.export.layout import Layout
 from megablocks_core.export.operations import Lazy
 from megablocks_core.export.pickles import PICKLE, read_pickle
-from megablocks_core.export.quantised import dequantised
+from megablocks_core.export.quantised import dequantised, with_file
 from megablocks_core.files import read_json
 from megablocks_core.files.slices import open_tensors
 
@@ -39,6 +39,7 @@ class HfFolder:
         config: The entries of ``config.json``.
         tensors: On-disk name to lazy slice (``get_shape()``, ``get_dtype()``, indexing); what is
             quantised is there as the plain tensor that it stands for.
+        stored: The same as the files have them, numbers and scales for themselves.
         layout: What its config describes; empty for a ``model_type`` that nobody knows.
 
     Raises:
@@ -48,12 +49,13 @@ class HfFolder:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        self.config = read_json(folder / "config.json", dict)
+        self.config = with_file(read_json(folder / "config.json", dict), folder)
         family = family_of(self.config)
         self.layout = Layout(()) if family is None else family.layout(self.config)
         self.tensors: dict[str, Any] = {}
+        self.stored: dict[str, Any] = self.tensors
         if family is not None and family.pickled and (folder / PICKLE).is_file():
-            self.tensors = read_pickle(folder / PICKLE)
+            self.tensors = self.stored = read_pickle(folder / PICKLE)
             return
         places = self._weight_map()
         for name in sorted(set(places.values())):
@@ -62,7 +64,8 @@ class HfFolder:
             self._check_index(places)
         if family is not None:
             self.tensors = family.prefixed(self.tensors)
-        self.tensors = dequantised(self.tensors, self.config)
+        self.stored = self.tensors
+        self.tensors = dequantised(self.stored, self.config)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of a tensor."""
