@@ -25,6 +25,14 @@ from megablocks_core.parallel import Dropout
 Norms = Sequence[Callable[[Tensor], Tensor]]
 
 
+class CachedHeads(nn.Module):
+    """Gives back keys and values as a cache would hold them: a place for hooks."""
+
+    def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Both [... T k D], after norms and positions, unchanged."""
+        return k, v
+
+
 class Attention(nn.Module):
     """Causal self-attention whose heads are split over ``tp``.
 
@@ -126,6 +134,7 @@ class Attention(nn.Module):
             )
             self.q_norm, self.k_norm = whole(q_size), whole(kv_size, segments=kv_segments)
         self.rotary = rotary
+        self.cached_heads = CachedHeads()
         # The product's own scale is the default one.
         self.query_scale = None if scale is None else scale * self.head_dim**0.5
         self.dropout = dropout or Dropout(0.0)
@@ -194,6 +203,7 @@ class Attention(nn.Module):
         if self.rotary is not None:
             cos_Tr, sin_Tr = tables or self.rotary(positions, dtype=q.dtype)
             q, k = rotate(q, cos_Tr, sin_Tr), rotate(k, cos_Tr, sin_Tr)
+        k, v = self.cached_heads(k, v)
         q = q if self.query_scale is None else q * self.query_scale
         rows = q.shape[:-3]
         q, k, v = (y.reshape(-1, *y.shape[-3:]) for y in (q, k, v))

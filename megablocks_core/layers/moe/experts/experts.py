@@ -22,6 +22,7 @@ from megablocks_core.groups import (
 from megablocks_core.layers.moe.dispatch import Dispatched
 from megablocks_core.layers.moe.experts.activations import ACTIVATIONS
 from megablocks_core.layers.moe.experts.adapted import Adapters, Factors, adapted
+from megablocks_core.layers.moe.experts.amaxes import input_amaxes
 from megablocks_core.layers.moe.experts.block_sparse import block_sparse
 from megablocks_core.layers.moe.experts.forms import capacity, grouped, require_capacity
 from megablocks_core.layers.moe.experts.loop import loop
@@ -171,6 +172,22 @@ class GroupedExperts(nn.Module):
         persistent = self.persistent_gradients and not torch.compiler.is_compiling()
         compute = capacity if self.form == "capacity" else grouped
         return compute(dispatched, projections, self.formula, persistent=persistent)
+
+    @torch.no_grad()
+    def input_amaxes(self, dispatched: Dispatched) -> dict[str, Tensor]:
+        """The largest magnitude of what each expert here multiplies a projection with.
+
+        What ``forward`` of the same ``dispatched`` computes is looked at, before a place's weight
+        is applied to the hidden activation. Sends nothing.
+
+        Returns:
+            By name of the projection one float32 for each expert here [e]; -inf for one without
+            tokens.
+        """
+        projections, adapters = self._projections(), self._adapters()
+        projections = adapters.added_to(projections) if adapters else projections
+        found = input_amaxes(dispatched, projections, self.formula)
+        return {f"{name}_proj": amax_e for name, amax_e in found.items()}
 
     def _projections(self) -> Projections:
         down_bias: Tensor | None = self.down_bias
