@@ -17,8 +17,7 @@ import numpy as np
 from megablocks_core.data.checks import several, whole_number
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.tools.documents import (
-    bounds_of,
-    equal_documents,
+    equal_tokens,
     open_dataset,
     refuse_floats,
     refuse_two_tokenizers,
@@ -107,7 +106,7 @@ def check(
     Args:
         prefixes: Of the datasets, such as the parts of a training set.
         against: Of others, such as a validation set.
-        memory: Bytes that may be taken, 4 MiB or more; the mapped files are not counted.
+        memory: Bytes that may be taken, 4 MiB or more, beside what opening a dataset takes.
         pairs: How many pairs to name.
         folder: By default the system's for temporary files.
         progress: Told of the bytes of tokens read.
@@ -163,6 +162,14 @@ class _Found:
 
     def settle(self) -> None:
         self.first = sorted(self.first)[: self.most]
+
+
+class _Content(NamedTuple):
+    """What documents of one hash hold, and where that is first, on the other side and on ours."""
+
+    dataset: IndexedDataset
+    tokens: tuple[int, int]
+    first: list[int | None]
 
 
 class _Search:
@@ -221,36 +228,29 @@ class _Search:
 
     def _compare(self, places: list[int], old: list[bool]) -> list[bool]:
         """Which records of one hash go to the table; what is equal to one there is counted."""
-        contents: list[list[int | None]] = []  # the first place of the other side, and of ours
+        contents: list[_Content] = []
         keep = []
         for place, known in zip(places, old, strict=True):
-            dataset, document = self._find(place)
-            side = int(dataset >= self._others)
-            content = next((one for one in contents if self._equal(one, dataset, document)), None)
-            if content is None:
-                contents.append(content := [None, None])
-            first, shared = content[1], content[0]
-            if content[side] is None:
-                content[side] = place
-                keep.append(True)
+            number, document = self._find(place)
+            dataset = self._datasets[number]
+            tokens = dataset.document_start(document), dataset.document_start(document + 1)
+            for content in contents:
+                if equal_tokens(content.dataset, content.tokens, dataset, tokens):
+                    break
             else:
-                keep.append(False)
+                contents.append(content := _Content(dataset, tokens, [None, None]))
+            side = int(number >= self._others)
+            shared, first = content.first
+            if keeps := content.first[side] is None:
+                content.first[side] = place
+            keep.append(keeps)
             if known or not side:
                 continue
-            start, stop = bounds_of(self._datasets[dataset], document, document + 1).tolist()
             if first is not None:
-                self._twice.add(dataset, place, first, stop - start)
+                self._twice.add(number, place, first, tokens[1] - tokens[0])
             if shared is not None:
-                self._shared.add(dataset, place, shared, stop - start)
+                self._shared.add(number, place, shared, tokens[1] - tokens[0])
         return keep
-
-    def _equal(self, content: list[int | None], dataset: int, document: int) -> bool:
-        place = content[0] if content[0] is not None else content[1]
-        assert place is not None
-        other, other_document = self._find(place)
-        return equal_documents(
-            self._datasets[dataset], document, self._datasets[other], other_document
-        )
 
     def _find(self, place: int) -> tuple[int, int]:
         """The dataset of a place, and the document's number in it."""

@@ -59,14 +59,11 @@ def pieces(start: int, stop: int, *, tokens: int = TOKENS) -> Iterator[tuple[int
         yield first, min(first + tokens, stop)
 
 
-def equal_documents(
-    one: IndexedDataset, document: int, other: IndexedDataset, other_document: int
+def equal_tokens(
+    one: IndexedDataset, tokens: tuple[int, int], other: IndexedDataset, others: tuple[int, int]
 ) -> bool:
-    """Whether two documents hold the same ids, whatever dtypes they are stored in."""
-    (start, stop), (begin, end) = (
-        bounds_of(dataset, number, number + 1).tolist()
-        for dataset, number in ((one, document), (other, other_document))
-    )
+    """Whether two ranges of tokens hold the same ids, whatever dtypes they are stored in."""
+    (start, stop), (begin, end) = tokens, others
     if stop - start != end - begin:
         return False
     ours: Any = one.tokens

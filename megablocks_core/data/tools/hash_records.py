@@ -31,7 +31,7 @@ class HashRecords:
 
     Args:
         datasets: In order of their places.
-        memory: Bytes that parts may take while they are compared, at least 4 MiB.
+        memory: Bytes that parts may take while they are compared, with room for some tokens.
         folder: Where records are set aside, 24 bytes a document; by default the system's for
             temporary files.
         progress: Told of the bytes of tokens hashed.
@@ -51,11 +51,11 @@ class HashRecords:
     ) -> None:
         self.starts = np.cumsum([0] + [dataset.num_documents for dataset in datasets])
         self.empty = [0] * len(datasets)
-        # Hashes are even, but not in every part equally: half the memory is left for that.
-        parts = max(1, math.ceil(int(self.starts[-1]) * WORKING * 2 / memory))
+        # A part holds a few records more or fewer than the next: a fifth is left for that.
+        parts = max(1, math.ceil(int(self.starts[-1]) * WORKING * 1.25 / memory))
         self._files: list[IO[bytes]] = []
         self._passes = math.ceil(parts / FILES)
-        self._chunk = max(1, memory // (WORKING * 4))
+        self._chunk = max(1, min(1 << 18, memory // (WORKING * 4)))
         self._documents = max(1, min(1 << 16, memory // 512))
         self._tokens = max(1, min(1 << 20, memory // 64))
         try:
