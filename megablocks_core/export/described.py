@@ -93,7 +93,7 @@ def described(
             they ask for.
     """
     with together(task, group=group):
-        config = _config(model, None if like is None else folder_of(like, "like"))
+        config = config_of(model, None if like is None else folder_of(like, "like"))
         if vocab_size is not None:
             config = with_vocabulary(config, vocab_size)
         held = [
@@ -129,7 +129,12 @@ def _check_agreed(plan: Mapping[str, object], group: Group) -> None:
             raise ValueError(f"ranks must agree on {differing}, but rank {rank} has another")
 
 
-def _config(model: nn.Module, like: str | os.PathLike[str] | None) -> dict[str, Any]:
+def config_of(model: nn.Module, like: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """The config of a model, or that of the folder ``like``; without a quantisation.
+
+    Raises:
+        ValueError: The model has none, and no folder is given.
+    """
     if like is not None:
         return plain(read_json(Path(like) / "config.json", dict))
     spec: Any = getattr(model, "spec", None)
