@@ -33,7 +33,8 @@ def write_folder(
                 draft.open()
         draft.staging = group.all_gather_object(draft.staging)[0]
         collection.visit(draft.wanted(), draft.add)
-        with together(task, group=group):
+        # What the first rank has published cannot be taken back by Ctrl-C on another.
+        with together(task, group=group, interruptible=False):
             if group.rank == 0:
                 draft.publish(beside())
     finally:

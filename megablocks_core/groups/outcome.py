@@ -16,7 +16,13 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def together(task: str, *, group: Group, raises: type[Exception] = RuntimeError) -> Iterator[None]:
+def together(
+    task: str,
+    *,
+    group: Group,
+    raises: type[Exception] = RuntimeError,
+    interruptible: bool = True,
+) -> Iterator[None]:
     """Run the body on every rank; if it raises on one rank, raise on every rank.
 
     A rank whose body raised gets its own exception, ``KeyboardInterrupt`` and ``SystemExit`` too;
@@ -25,6 +31,13 @@ def together(task: str, *, group: Group, raises: type[Exception] = RuntimeError)
     body, or once the ranks have agreed. The body must not communicate. One small message (every
     rank's outcome) at the end.
 
+    Args:
+        task: What to call the work in an error.
+        group: All ranks that take the step.
+        raises: What a rank raises if another one failed.
+        interruptible: False for a body that must not be left half done, or whose work is done by
+            one rank for all: Ctrl-C on any waits for the end.
+
     Raises:
         RuntimeError: A rank does not answer, for it is gone.
     """
@@ -32,7 +45,8 @@ def together(task: str, *, group: Group, raises: type[Exception] = RuntimeError)
     mine: BaseException | None = None
     with _held(group) as interrupts:
         try:
-            interrupts.let_through()
+            if interruptible:
+                interrupts.let_through()
             yield
         except GeneratorExit:
             raise

@@ -82,6 +82,23 @@ def test_ctrl_c_after_the_last_body_is_raised_at_the_end():
         assert group.all_gather_object(1) == [1, 1]
 
 
+@ranks(2)
+def test_ctrl_c_in_a_body_that_must_end_is_raised_when_it_has():
+    """Where one rank does the work of all, none may leave while it does."""
+    group, done = Mesh().group("dp"), []
+    raised = pytest.raises(KeyboardInterrupt) if group.rank == 1 else nullcontext()
+    with ctrl_c_raises(), raised, interrupts_held(group=group):
+        if group.rank == 1:
+            signal.raise_signal(signal.SIGINT)
+        with together("task", group=group, interruptible=False):
+            if group.rank == 1:
+                signal.raise_signal(signal.SIGINT)
+            done.append(group.rank)
+        assert group.all_gather_object(1) == [1, 1]
+        done.append("told")
+    assert done == [group.rank, "told"]
+
+
 def test_ctrl_c_alone_is_raised_where_it_comes():
     with ctrl_c_raises(), pytest.raises(KeyboardInterrupt), interrupts_held(group=LOCAL):
         signal.raise_signal(signal.SIGINT)

@@ -110,7 +110,8 @@ class Draft:
                 is as it was.
         """
         receipts = at_first_rank(receipt, group=self._group)
-        with self._together():
+        # What the first rank has committed cannot be taken back by Ctrl-C on another.
+        with self._together(interruptible=False):
             if self._group.rank == 0:
                 self._commit(Manifest(0, state, *_joined(receipts)), files or {})
                 self._prune()
@@ -143,8 +144,10 @@ class Draft:
         except (CheckpointError, OSError) as error:
             warnings.warn(f"{self._task}: saved, but pruning failed: {error}", stacklevel=5)
 
-    def _together(self) -> AbstractContextManager[None]:
-        return together(self._task, group=self._group, raises=CheckpointError)
+    def _together(self, *, interruptible: bool = True) -> AbstractContextManager[None]:
+        return together(
+            self._task, group=self._group, raises=CheckpointError, interruptible=interruptible
+        )
 
 
 def _joined(receipts: Sequence[Receipt]) -> tuple[dict[str, StoredAs], dict[str, FileRecord]]:

@@ -26,7 +26,7 @@ from megablocks_core.ckpt.state.entries import Entries, merge_states, take_apart
 from megablocks_core.ckpt.state.shares import Share
 from megablocks_core.ckpt.transfer.exchange import Exchange
 from megablocks_core.ckpt.transfer.gathering import all_texts
-from megablocks_core.groups import LOCAL, Group, as_bytes, together
+from megablocks_core.groups import LOCAL, Group, as_bytes, interrupts_held, together
 from megablocks_core.groups.cuts import Box
 
 
@@ -44,8 +44,9 @@ def save(
     Tensors of modules, and tensors of their own, are written whole: one rank among those that
     hold a part of one brings it together, the others send it theirs, each element once, a bounded
     bucket at a time. State of optimizers is written as it lies, each element by one rank that
-    holds it. An error on one rank raises on all; then nothing stands under ``path``, and earlier
-    checkpoints and ``LATEST`` are as they were.
+    holds it. An error on one rank raises on all, and so does Ctrl-C on one; then nothing stands
+    under ``path``, and earlier checkpoints and ``LATEST`` are as they were. Once the checkpoint is
+    being committed, Ctrl-C waits until it stands.
 
     Args:
         path: The checkpoint's folder: new, or empty. Its parent, made if missing, holds LATEST.
@@ -89,6 +90,28 @@ def save_entries(
 
     Whatever ``entries_of`` raises on one rank, and ``checked`` between two rounds, raises on all.
     """
+    with interrupts_held(group=group):
+        _save(
+            path,
+            entries_of,
+            group=group,
+            files=files,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            checked=checked,
+        )
+
+
+def _save(
+    path: str | os.PathLike[str],
+    entries_of: Callable[[], Entries],
+    *,
+    group: Group,
+    files: Mapping[str, Any] | None,
+    keep_last: int | None,
+    keep_every: int | None,
+    checked: Callable[[], None],
+) -> None:
     task = f"save({str(path)!r})"
     with together(task, group=group, raises=CheckpointError):
         entries = entries_of()

@@ -1,6 +1,10 @@
 """A save at one layout resumes at any other, or leaves everything as it was."""
 
 import json
+import os
+import signal
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,6 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megablocks_core import ckpt
+from megablocks_core.ckpt.format.writing import Writer
+from megablocks_core.ckpt.saving import commit, saving
+from megablocks_core.ckpt.transfer.exchange import Exchange
+from megablocks_core.files import disk
 from megablocks_core.groups import (
     LOCAL,
     Mesh,
@@ -314,3 +322,67 @@ def test_what_one_rank_asks_wrongly_is_refused_on_all(tmp_path):
         with pytest.raises(ValueError, match="must be"):
             ckpt.save(tmp_path / "a", {"x": torch.ones(1)}, group=world, **options)
     assert not (tmp_path / "a").exists()
+
+
+# Where Ctrl-C comes on the last rank: before a call of a function, and which.
+INTERRUPTED = {
+    "while it takes the state apart": (saving, "take_apart", 1),
+    "while ranks tell what they hold": (saving, "all_texts", 1),
+    "while a file is made": (disk, "create", 1),
+    "while tensors are sent": (Exchange, "send", 1),
+    "while it writes": (disk, "write", 2),
+    "while it ends": (Writer, "finish", 1),
+}
+
+
+@pytest.mark.parametrize("when", INTERRUPTED)
+@ranks(2)
+def test_ctrl_c_on_one_rank_ends_all_and_leaves_nothing(tmp_path, when):
+    """Also where ranks talk: there it waits for the next step that all can leave."""
+    owner, name, at = INTERRUPTED[when]
+    world = Mesh(tp=2).group("tp")
+    net, adam = _build(world, steps=1)
+    state = {"model": net, "optimizer": adam, "step": 1}
+    ckpt.save(tmp_path / "before", state, group=world)
+    kind = KeyboardInterrupt if world.rank == 1 else ckpt.CheckpointError
+    message = "" if world.rank == 1 else r"save\(.*failed on rank 1: KeyboardInterrupt$"
+    with _interrupted(owner, name, at=at) as seen, pytest.raises(kind, match=message):
+        ckpt.save(tmp_path / "out", state, group=world)
+    assert len(seen) >= at
+    world.all_gather_object(None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "before"]
+    assert str(ckpt.latest(tmp_path, group=world)).endswith("before")
+    ckpt.save(tmp_path / "out", state, group=world)
+    ckpt.verify(tmp_path / "out")
+
+
+@ranks(2)
+def test_ctrl_c_while_a_checkpoint_is_committed_waits_until_it_stands(tmp_path):
+    world = Mesh(tp=2).group("tp")
+    net, adam = _build(world, steps=1)
+    state = {"model": net, "optimizer": adam, "step": 1}
+    ends = pytest.raises(KeyboardInterrupt) if world.rank == 1 else nullcontext()
+    with _interrupted(commit, "at_first_rank", at=1), ends:
+        ckpt.save(tmp_path / "out", state, group=world)
+    world.all_gather_object(None)
+    assert str(ckpt.latest(tmp_path, group=world)).endswith("out")
+    ckpt.verify(tmp_path / "out")
+
+
+@contextmanager
+def _interrupted(owner, name, *, at):
+    """Ctrl-C on the last rank, before a call of a function; the signal of a worker is ignored."""
+    seen, real = [], getattr(owner, name)
+
+    def call(*arguments, **options):
+        seen.append(1)
+        if len(seen) == at and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments, **options)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with patch.object(owner, name, call):
+            yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
