@@ -1,6 +1,7 @@
 """The fast engine has the same ids, or is not used."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,27 @@ def test_ids_are_equal_on_the_test_corpus_and_in_batches(bpe):
         assert np.array_equal(one, other)
     assert (fast.vocab_size, fast.end, fast.name) == (plain.vocab_size, plain.end, plain.name)
     assert len(fast.encode([]).ids) == 0
+
+
+@pytest.mark.parametrize("few", [0, 1 << 30], ids=["batch", "each"])
+def test_ids_are_the_same_by_batches_and_one_by_one(bpe, monkeypatch, few):
+    monkeypatch.setattr(fast_engine, "_FEW", few)
+    monkeypatch.setattr(fast_engine, "_LONG", 1 << 30)
+    plain = open_encoder(f"hf:{bpe}")
+    fast = open_fast(f"hf:{bpe}", plain)
+    calls = []
+    batch = fast._tokenizer.encode_batch
+    monkeypatch.setattr(
+        fast, "_tokenizer", SimpleNamespace(backend=fast._tokenizer.backend, encode_batch=None)
+    )
+    fast._tokenizer.encode_batch = lambda *given, **options: (
+        calls.append(1) or batch(*given, **options)
+    )
+    for texts in ([*fast_engine.TEST_CORPUS, *some_texts(200)], [""], ["a"], []):
+        for one, other in zip(plain.encode(texts), fast.encode(texts), strict=True):
+            assert np.array_equal(one, other)
+            assert one.dtype == other.dtype
+    assert len(calls) == (0 if few else 4)
 
 
 class Differs:

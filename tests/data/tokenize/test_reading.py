@@ -2,16 +2,19 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megablocks_core.data.tokenize.inputs import find_inputs
 from megablocks_core.data.tokenize.reading import Bad, UnitReader
-from megablocks_core.data.tokenize.units import plan
+from megablocks_core.data.tokenize.units import Held, plan
 
 from .conftest import json_lines, some_texts, write_parquet
 
@@ -48,10 +51,10 @@ HOSTILE = [  # a line, and what it holds: a text, None if it is blank, or why it
 ]
 
 
-def read_all(folder, unit_bytes, max_bytes=250_000, key="text"):
+def read_all(folder, unit_bytes, max_bytes=250_000, key="text", plain=False):
     """Texts, places and bad lines of a folder, lines counted through each file; and hashes."""
     inputs = find_inputs([folder])
-    reader = UnitReader(key, max_bytes)
+    reader = UnitReader(key, max_bytes, plain=plain)
     texts, places, bad, pieces, lines, last = [], [], [], b"", 0, -1
     for unit in plan(inputs, key=key, unit_bytes=unit_bytes, max_bytes=max_bytes):
         lines = lines if unit.files[0] == last else 0
@@ -73,7 +76,8 @@ def read_all(folder, unit_bytes, max_bytes=250_000, key="text"):
 @pytest.mark.parametrize("unit_bytes", [7, 64, 1000, 150_000, 10**7])
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
 @pytest.mark.parametrize("end", [b"", b"\n"], ids=["no-end", "end"])
-def test_hostile_lines_at_any_cut(tmp_path, unit_bytes, ending, end):
+@pytest.mark.parametrize("plain", [False, True], ids=["fast", "plain"])
+def test_hostile_lines_at_any_cut(tmp_path, unit_bytes, ending, end, plain):
     if unit_bytes == 7:  # hundreds of thousands of units otherwise
         lines = [(line, what) for line, what in HOSTILE if len(line) < 1000]
     else:
@@ -81,13 +85,78 @@ def test_hostile_lines_at_any_cut(tmp_path, unit_bytes, ending, end):
     data = b"\n".join(line for line, _ in lines) + end
     path = tmp_path / f"a{ending}"
     path.write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
-    texts, places, bad = read_all(tmp_path, unit_bytes)
+    texts, places, bad = read_all(tmp_path, unit_bytes, plain=plain)
     expected = [
         what._replace(line=n) for n, (_, what) in enumerate(lines, 1) if isinstance(what, Bad)
     ]
     assert bad == expected
     assert texts == [what for _, what in lines if isinstance(what, str)]
     assert places == [(0, n) for n, (_, what) in enumerate(lines, 1) if isinstance(what, str)]
+
+
+PIECES = [
+    b'{"text": "a"}',
+    b'"',
+    b"\\ud800",
+    b"\\ud83d\\ude00",
+    b"\\u0000",
+    b"\0",
+    b"\xff",
+    b"\xed\xa0\x80",
+]
+PIECES += [
+    b"NaN",
+    b"1e999",
+    b"-0",
+    b"01",
+    b"9" * 400,
+    b"\xc2\xa0",
+    b"\x0b",
+    b"\t",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+]
+PIECES += [
+    b'{"text": "',
+    b'"}',
+    b'{"text": "b", "text": ',
+    b": ",
+    b"null",
+    b"\xef\xbb\xbf",
+    b"\n",
+    b"\r",
+    b"z",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=3), max_size=9).map(b"".join))
+@settings(max_examples=500)
+def test_the_fast_parser_never_has_a_say_of_its_own(data):
+    """All that it takes, the plain one takes too, with the same text; of the rest it is silent."""
+    seen = []
+    for plain in (False, True):
+        reader = UnitReader("text", 1000, plain=plain)
+        seen.append(reader.read(Held((0,), "x", True, data, b"", "", len(data))))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("depth", [1, 63, 64, 65, 500, 1025, 5000])
+def test_nesting_is_judged_by_the_plain_parser(depth):
+    deep = b'{"text": "a", "x": ' + b"[" * depth + b"]" * depth + b"}"
+    fast, plain = (UnitReader("text", 100_000, plain=one) for one in (False, True))
+    assert (fast._clean_text(deep) is None) == (depth > 63)
+    unit = Held((0,), "x", True, deep, b"", "", len(deep))
+    assert fast.read(unit) == plain.read(unit)
+
+
+def test_orjson_is_used_where_it_is_installed(monkeypatch):
+    assert UnitReader("text", 9)._parse is not None
+    assert UnitReader("text", 9, plain=True)._parse is None
+    monkeypatch.setitem(sys.modules, "orjson", None)
+    assert UnitReader("text", 9)._parse is None
 
 
 def test_one_line_that_is_not_utf8_spoils_no_other(tmp_path):
