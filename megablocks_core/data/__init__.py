@@ -23,6 +23,7 @@ from megablocks_core.data.loader import as_tensors as as_tensors
 from megablocks_core.data.manifest import Manifest as Manifest
 from megablocks_core.data.megatron_order import MegatronOrder as MegatronOrder
 from megablocks_core.data.packing import Bins as Bins
+from megablocks_core.data.packing import best_fit_decreasing as best_fit_decreasing
 from megablocks_core.data.packing import first_fit_decreasing as first_fit_decreasing
 from megablocks_core.data.permutation import Permutation as Permutation
 from megablocks_core.data.place import Place as Place

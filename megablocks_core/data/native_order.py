@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from megablocks_core.data.epoch_order import EpochOrder
 from megablocks_core.data.indexed import IndexedDataset
-from megablocks_core.data.permutation import Permutation
 from megablocks_core.data.split import Split
 from megablocks_core.data.stream import Parts, Stream
 
@@ -32,7 +32,7 @@ class NativeOrder:
                 f"least {sequence_length + 1} for one sample of sequence_length={sequence_length}"
             )
         self.facts = "native"
-        self._permutation = Permutation(self.samples_per_epoch, seed=seed, epoch=0)
+        self._windows = EpochOrder(self.samples_per_epoch, seed=seed)
 
     def parts(self, samples: np.ndarray) -> Parts:
         """Return the S + 1 tokens of each sample, as parts of documents."""
@@ -40,21 +40,7 @@ class NativeOrder:
 
     def starts(self, samples: np.ndarray) -> np.ndarray:
         """Return where in the stream each sample begins, [B] int64."""
-        epochs, places = np.divmod(samples, self.samples_per_epoch)
-        if len(epochs) and epochs.min() == epochs.max():
-            return self._permutation_of(int(epochs[0]))(places) * self.sequence_length
-        windows = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            now = epochs == epoch
-            windows[now] = self._permutation_of(epoch)(places[now])
-        return windows * self.sequence_length
-
-    def _permutation_of(self, epoch: int) -> Permutation:
-        permutation = self._permutation
-        if permutation.epoch != epoch:
-            permutation = Permutation(self.samples_per_epoch, seed=self.seed, epoch=epoch)
-            self._permutation = permutation
-        return permutation
+        return self._windows(samples) * self.sequence_length
 
 
 def _count(split: Split) -> str:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megablocks_core.data import first_fit_decreasing, packing
+from megablocks_core.data import best_fit_decreasing, first_fit_decreasing, packing
 
 BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "numpy"])
 
@@ -74,3 +74,34 @@ def test_bad_input_is_named(monkeypatch, native, lengths, capacity, message):
         monkeypatch.setattr(packing, "_native", None)
     with pytest.raises(ValueError, match=message):
         first_fit_decreasing(lengths, capacity)
+
+
+@given(lengths=st.lists(st.integers(0, 20), max_size=40), spare=st.integers(0, 20))
+def test_best_fit_equals_a_plain_loop(lengths, spare):
+    capacity = max(lengths, default=1) + spare
+    bins, used = [], []  # ``used``: bins in the order in which they were put into
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        room = {n: capacity - sum(lengths[i] for i in held) for n, held in enumerate(bins)}
+        fitting = [n for n in used if room[n] >= lengths[item]]
+        least = min((room[n] for n in fitting), default=None)
+        if least is None:
+            bins.append([item])
+            chosen = len(bins) - 1
+        else:
+            chosen = [n for n in fitting if room[n] == least][-1]
+            bins[chosen].append(item)
+        used = [n for n in used if n != chosen] + [chosen]
+    assert contents(best_fit_decreasing(lengths, capacity)) == bins
+
+
+def test_best_fit_of_a_lognormal_mix_is_within_two_hundredths_of_the_fewest():
+    lengths = np.exp(np.random.default_rng(0).normal(6.0, 1.0, 20_000)).astype(int).clip(1, 8192)
+    bins = best_fit_decreasing(lengths, 8192)
+    loads = np.add.reduceat(lengths[bins.items], bins.bounds[:-1])
+    assert loads.max() <= 8192
+    assert len(loads) <= 1.02 * -(-lengths.sum() // 8192)
+
+
+def test_best_fit_names_bad_input():
+    with pytest.raises(ValueError, match=r"lengths\[1\]=5 must be between 0 and capacity=4"):
+        best_fit_decreasing([3, 5], 4)

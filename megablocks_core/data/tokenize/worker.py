@@ -17,7 +17,7 @@ from typing import Any, Protocol
 class Encodes(Protocol):
     """Encodes units, each by itself."""
 
-    def encode(self, unit: Any) -> Any:
+    def encode(self, unit: Any, /) -> Any:
         """What is written of a unit."""
         ...
 
