@@ -4,6 +4,8 @@
                          [--max-file-size 5GB] [--entry model] [--allow-nonfinite]
     megablocks-export verify PATH... [--values]
     megablocks-export diff A B
+    megablocks-export calibrate FOLDER --data PREFIX --out FILE [--recipe fp8] [--sequences 512]
+                                [--length 2048] [--device cpu]
 
 Exit status: 0 for success; 1 for a fault that was found; 2 for wrong usage. ``diff``: 0 if both
 hold the same, 1 if they differ, 2 for trouble.
@@ -17,10 +19,12 @@ from collections.abc import Sequence
 
 import torch
 
+from megablocks_core.auto.calibrating import calibrate_folder
 from megablocks_core.auto.checkpoints import checkpoint_to_hf
 from megablocks_core.ckpt import CheckpointError
 from megablocks_core.export import verify
 from megablocks_core.export.differing import diff
+from megablocks_core.export.quantising.recipe import RECIPES
 from megablocks_core.files.commands import run_command, say, tell
 from megablocks_core.files.progress import Progress
 
@@ -67,6 +71,16 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("diff", help="compare tensors, configs and the files beside")
     one.add_argument("paths", nargs=2, metavar="PATH", help="a Hugging Face folder")
     one.set_defaults(run=_diff)
+
+    one = commands.add_parser("calibrate", help="run a model over data, and note magnitudes")
+    one.add_argument("folder", metavar="FOLDER", help="a Hugging Face folder")
+    one.add_argument("--data", required=True, metavar="PREFIX", help="an indexed dataset")
+    one.add_argument("--out", required=True, metavar="FILE", help="JSON, for quantize and trtllm")
+    one.add_argument("--recipe", choices=RECIPES, default="fp8", help="whose weights are looked at")
+    one.add_argument("--sequences", type=int, default=512, help="how many samples; default 512")
+    one.add_argument("--length", type=int, default=2048, help="tokens of each; default 2048")
+    one.add_argument("--device", help="where the model runs, such as cuda; default cpu")
+    one.set_defaults(run=_calibrate)
     return parser
 
 
@@ -118,6 +132,25 @@ def _verify(options: argparse.Namespace) -> int:
         else:
             tell(f"{path}: whole")
     return status
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    progress = Progress("calibrate", unit="samples")
+    try:
+        found = calibrate_folder(
+            options.folder,
+            options.data,
+            recipe=RECIPES[options.recipe](),
+            num_sequences=options.sequences,
+            sequence_length=options.length,
+            device=options.device,
+            progress=progress.show,
+        )
+    finally:
+        progress.close()
+    found.save(options.out)
+    print(options.out)
+    return 0
 
 
 def _diff(options: argparse.Namespace) -> int:

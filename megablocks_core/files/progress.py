@@ -13,11 +13,14 @@ _BAR, _PAUSE = 20, 0.2
 class Progress:
     """Shows how many of ``total`` bytes are done, how fast, and how long the rest may take.
 
-    Writes to ``stream`` (stderr) if that is a terminal, at most five times a second.
+    Writes to ``stream`` (stderr) if that is a terminal, at most five times a second. With ``unit``,
+    such as "samples", it is these that are counted.
     """
 
-    def __init__(self, what: str, total: int = 0, *, stream: TextIO | None = None) -> None:
-        self._what, self._total = what, total
+    def __init__(
+        self, what: str, total: int = 0, *, unit: str = "", stream: TextIO | None = None
+    ) -> None:
+        self._what, self._total, self._unit = what, total, unit
         self._stream = sys.stderr if stream is None else stream
         self._silent = not self._stream.isatty()
         self._done, self._width = 0, 0
@@ -34,7 +37,7 @@ class Progress:
         if self._silent or now - self._shown < _PAUSE:
             return
         self._shown = now
-        line = f"{self._what}  {progress_text(done, total, now - self._began)}"
+        line = f"{self._what}  {progress_text(done, total, now - self._began, self._unit)}"
         self._stream.write("\r" + line.ljust(self._width))
         self._stream.flush()
         self._width = len(line)
@@ -47,12 +50,17 @@ class Progress:
             self._width = 0
 
 
-def progress_text(done: int, total: int, seconds: float) -> str:
-    """A bar, the bytes done in so many seconds, their rate, and the time left at that rate."""
+def progress_text(done: int, total: int, seconds: float, unit: str = "") -> str:
+    """A bar, the bytes done in so many seconds, their rate, and the time left at that rate.
+
+    Or with ``unit`` what is done of these, without a rate.
+    """
     filled = min(_BAR, _BAR * done // max(total, 1))
     bar = "#" * filled + "-" * (_BAR - filled)
     rate = done / max(seconds, 1e-9)
     left = f"  {time_text((total - done) / rate)} left" if 0 < done <= total else ""
+    if unit:
+        return f"{bar}  {done} of {total} {unit}{left}"
     return f"{bar}  {size_text(done)} of {size_text(total)}  {size_text(int(rate))}/s{left}"
 
 

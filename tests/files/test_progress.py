@@ -32,6 +32,15 @@ def test_the_line_says_how_fast_and_how_long():
     assert {seconds: time_text(seconds) for seconds in times} == times
 
 
+def test_what_is_no_bytes_is_counted_by_its_name(monkeypatch):
+    text = progress_text(3, 12, 2.0, "samples")
+    assert text == "#####---------------  3 of 12 samples  0:06 left"
+    monkeypatch.setattr(progress, "_PAUSE", 0.0)
+    stream = Terminal()
+    Progress("calibrate", unit="samples", stream=stream).show(2, 4)
+    assert "calibrate  ##########----------  2 of 4 samples" in stream.getvalue()
+
+
 def test_lines_come_seldom():
     stream = Terminal()
     bar = Progress("diff", 10, stream=stream)
