@@ -135,7 +135,24 @@ def _numbers(recipe: Recipe | None, amax_group: Group) -> AbstractContextManager
             # To Transformer Engine no group means all ranks of the world.
             recipe = replace(recipe, reduce_amax=False)
     group = amax_group.pg if amax_group.size > 1 else None
-    return autocast(enabled=True, recipe=to_transformer_engine(recipe), amax_reduction_group=group)
+    theirs = to_transformer_engine(recipe)
+    context = autocast(enabled=True, recipe=theirs, amax_reduction_group=group)
+    return _first_once(manager, context) if inside else context
+
+
+@contextmanager
+def _first_once(manager: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
+    """A context in another, after which no second module takes itself for the step's first.
+
+    In backward the first module reduces the amaxes of all and moves their histories on. Where a
+    context ends, Transformer Engine puts back what held before it, that no module had run too.
+    """
+    with context:
+        try:
+            yield
+        finally:
+            nobody_ran = manager.quantization_state.is_first_fp8_module
+    manager.quantization_state.is_first_fp8_module = nobody_ran
 
 
 @contextmanager

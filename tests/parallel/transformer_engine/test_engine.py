@@ -1,16 +1,18 @@
 """An engine is handed its parameters at a call, and holds none between calls."""
 
 import pickle
+from unittest import mock
 
 import pytest
 import torch
 
 from megablocks_core.parallel.initial import reset_parameters
-from megablocks_core.parallel.recipes import CurrentScaling
+from megablocks_core.parallel.recipes import CurrentScaling, DelayedScaling, autocast
 from megablocks_core.parallel.recipes.transformer_engine import initialise
 from megablocks_core.parallel.transformer_engine import grouped_linear, linear, norm_linear
 from megablocks_core.parallel.transformer_engine.engine import Engine
 from tests.parallel.transformer_engine.fake import fixture as fixture
+from tests.parallel.transformer_engine.fake_quantization import FP8GlobalStateManager
 
 
 def test_a_pickle_holds_no_module(te):
@@ -59,3 +61,36 @@ def test_what_cannot_be_born_so_is_refused(te):
         born(lambda: linear(16, 8, parallel_mode="row", device="meta"))
     with pytest.raises(ValueError, match="stacked weights of experts cannot hold"):
         born(lambda: grouped_linear(2, 16, 16))
+
+
+def test_one_module_a_step_moves_the_histories_of_backward_on(te):
+    recipe = DelayedScaling(amax_history_len=4, amax_algorithm="most_recent")
+    layers = torch.nn.Sequential(*(linear(16, 16, parallel_mode="column") for _ in range(3)))
+    for layer in layers:
+        layer.recipe = recipe
+    x, steps = torch.randn(4, 16), 2
+    with mock.patch.object(
+        FP8GlobalStateManager,
+        "reduce_and_update_fp8_tensors",
+        wraps=FP8GlobalStateManager.reduce_and_update_fp8_tensors,
+    ) as update:
+        for _ in range(steps):
+            with autocast(recipe):
+                y = layers(x)
+            y.square().sum().backward()
+    moved = [call.kwargs["forward"] for call in update.call_args_list]
+    assert moved.count(False) == steps
+    for layer in layers:
+        # The newest step lies in the last row, behind it the one before.
+        history = layer.scales.amax_history_bwd[:, 0]
+        assert (history[-steps:] > 0).all() and not history[:-steps].any()
+
+
+def test_a_module_that_is_not_rounded_is_not_the_first(te):
+    recipe = DelayedScaling(amax_history_len=2)
+    plain, layer = (linear(16, 16, parallel_mode="column") for _ in range(2))
+    layer.recipe = recipe
+    with autocast(recipe):
+        y = layer(plain(torch.randn(4, 16)))
+    y.sum().backward()
+    assert layer.scales.amax_history_bwd[-1, 0] > 0

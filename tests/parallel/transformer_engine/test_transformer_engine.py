@@ -174,3 +174,32 @@ def test_a_call_opens_the_real_context():
                 layer(torch.ones(1, 16))
         assert [enabled for enabled, _ in seen] == [False, True, False]
         assert seen[1][1] == to_transformer_engine(recipe)
+
+
+@real.needs_oracle
+def test_one_module_of_an_outer_context_is_the_first():
+    recipe = DelayedScaling(amax_history_len=2)
+    with real.imported() as package:
+        manager = package.quantization.FP8GlobalStateManager
+        seen = []
+
+        def forward(x, **_):
+            seen.append(manager.is_first_fp8_module())
+            return x
+
+        supported = {"is_fp8_available": lambda: (True, "")}
+        layers = [linear(16, 16, parallel_mode="column") for _ in range(3)]
+        with (
+            mock.patch.object(package.quantization, "check_recipe_support"),
+            mock.patch.object(package.module.base.TransformerEngineBaseModule, "init_fp8_metadata"),
+            mock.patch.object(Scales, "share_with"),
+            mock.patch.multiple(manager, **supported),
+        ):
+            for layer in layers:
+                layer.recipe = recipe
+                layer.engine.module().forward = forward
+            for _ in range(2):
+                with torch.no_grad(), package.autocast(recipe=to_transformer_engine(recipe)):
+                    for layer in layers:
+                        layer(torch.ones(1, 16))
+        assert seen == [True, False, False] * 2
