@@ -76,6 +76,8 @@ MISSING: dict[str, str] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "kimi_k2": _LATENT,
+    "gemma": "norms around zero and scaled embeddings",
+    "gemma2": "attention in sliding windows and norms behind each layer",
     "gemma3_text": "attention in sliding windows and norms behind each layer",
     "gpt2": "learned positions and layer norms",
     "gpt_oss": "attention with sinks and in sliding windows",

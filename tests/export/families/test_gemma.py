@@ -1,4 +1,4 @@
-"""Gemma 3's files into our tensors and into transformers' model, and back."""
+"""Files of Gemma 1 to 3 into our tensors and into transformers' model, and back."""
 
 from typing import Any
 
@@ -36,6 +36,23 @@ def test_files_and_models_of_transformers(tmp_path, options):
     model = saved_by_transformers("gemma3_text", {**SIZES, **options}, tmp_path)
     check_files(model, tmp_path)
     check_whole_model(model, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2"])
+@pytest.mark.parametrize("options", [{}, {"attention_bias": True, "num_hidden_layers": 1}])
+def test_files_and_models_of_gemma_1_and_2(tmp_path, family, options):
+    model = saved_by_transformers(family, {**SIZES, **options}, tmp_path)
+    check_files(model, tmp_path)
+    check_whole_model(model, tmp_path)
+
+
+def test_gemma_2b_and_gemma_2_2b_have_as_many_parameters_as_was_published():
+    sizes = {"vocab_size": 256000, "hidden_size": 2048, "intermediate_size": 16384}
+    sizes |= {"num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1}
+    assert num_parameters("gemma", **sizes) == 2_506_172_416
+    sizes = {"vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216}
+    sizes |= {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4}
+    assert num_parameters("gemma2", **sizes) == 2_614_341_888
 
 
 def test_gemma_3_1b_has_as_many_parameters_as_was_published():
