@@ -12,9 +12,9 @@ from megablocks_core.export.arguments import check_model, device_of, folder_of
 from megablocks_core.export.filling import Piece, fill, pieces
 from megablocks_core.export.materialize import computed_tables, materialize
 from megablocks_core.export.operations import Lazy
+from megablocks_core.export.slabs import are_equal
 from megablocks_core.export.source import FLOATS, Found, HfFolder
 from megablocks_core.export.vocabulary import padded, part_shapes
-from megablocks_core.files.slices import boxes
 from megablocks_core.groups import (
     LOCAL,
     Group,
@@ -25,9 +25,6 @@ from megablocks_core.groups import (
     together,
 )
 from megablocks_core.groups.stacks import separate_names
-
-# How many values are compared at a time.
-_COMPARED = 2**22
 
 
 def load_hf(
@@ -173,13 +170,5 @@ def _untrue_ties(
         f"{', '.join(a)} and {', '.join(b)} are tied, but differ on disk"
         for left, right in pairs
         for (a, one), (b, other) in zip(left.values(), right.values(), strict=True)
-        if a != b and not _are_equal(one, other)
+        if a != b and not are_equal(one, other)
     ]
-
-
-def _are_equal(one: Lazy, other: Lazy) -> bool:
-    shape = tuple(one.get_shape())
-    if shape != tuple(other.get_shape()):
-        return False
-    whole = tuple(slice(0, size) for size in shape)
-    return all(torch.equal(one[box], other[box]) for box in boxes(whole, 1, _COMPARED))

@@ -33,6 +33,14 @@ def nbytes_of(tensor: Lazy) -> int:
     return prod(tensor.get_shape()) * dtype_of(tensor).itemsize
 
 
+def are_equal(one: Lazy, other: Lazy) -> bool:
+    """Whether two tensors have one shape and equal values, some at a time; NaN equals nothing."""
+    shape = tuple(one.get_shape())
+    if shape != tuple(other.get_shape()):
+        return False
+    return all(torch.equal(one[box], other[box]) for box in slabs(shape, dtype_of(one)))
+
+
 def slabs(shape: tuple[int, ...], dtype: torch.dtype, reads: int = 1) -> Iterator[Box]:
     """Boxes that cover a tensor in its order; one if it is empty.
 

@@ -10,7 +10,7 @@ from typing import Any
 from megablocks_core.export.arguments import folder_of
 from megablocks_core.export.families import FAMILIES, family_of
 from megablocks_core.export.layout import Layout, Shapes
-from megablocks_core.export.slabs import dtype_of, nbytes_of, slabs
+from megablocks_core.export.slabs import are_equal, dtype_of, nbytes_of, slabs
 from megablocks_core.export.source import FLOATS, HfFolder
 
 
@@ -24,7 +24,8 @@ def verify(
 
     Args:
         path: The folder.
-        values: Look at values too, which must be finite; else headers alone are read.
+        values: Look at values too, which must be finite, and equal where tensors are tied; else
+            headers alone are read.
         progress: Called with the bytes of values looked at so far, and in all.
 
     Raises:
@@ -41,8 +42,13 @@ def verify(
     strange = [name for name in shapes if source.tensors[name].get_dtype() not in FLOATS]
     if strange:
         raise ValueError(f"{path}: {strange} must have one of the dtypes {', '.join(FLOATS)}")
-    if values and (faults := _not_finite(source, progress)):
+    if not values:
+        return
+    if faults := _not_finite(source, progress):
         raise ValueError(f"{path}: values must be finite: {'; '.join(faults)}")
+    for name, twin in layout.ties.items():
+        if name in source.tensors and not are_equal(source.tensors[name], source.tensors[twin]):
+            raise ValueError(f"{path}: {name} and {twin} are tied, but differ")
 
 
 def _not_finite(source: HfFolder, progress: Callable[[int, int], None] | None) -> list[str]:

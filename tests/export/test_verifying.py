@@ -36,3 +36,20 @@ def test_values_are_looked_at_if_asked_for(tmp_path, monkeypatch):
         verify(tmp_path, values=True)
     for part in ("model.norm.weight has 2 of 16 that", "lm_head.weight has 1 of 160 that"):
         assert part in str(caught.value)
+
+
+def test_tied_tensors_that_differ_are_named_where_values_are_looked_at(tmp_path, monkeypatch):
+    """Old checkpoints hold a tied head too: it must be the table."""
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 100)
+    pretrained(tmp_path, "qwen3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    verify(tmp_path, values=True)
+    head[9, 15] += 1
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    verify(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight and .* are tied, but differ"
+    ):
+        verify(tmp_path, values=True)
