@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from megablocks_core.data.convert import command as convert
 from megablocks_core.data.tokenize.encoders import open_encoder
 from megablocks_core.data.tools.checking import MEMORY, PAIRS, check
 from megablocks_core.data.tools.documents import DamagedDataset
@@ -271,6 +272,10 @@ def _add_writing(commands: Any) -> None:
     one.add_argument("prefixes", nargs="+", metavar="PREFIX", help="a part")
     one.add_argument("--overwrite", action="store_true", help="replace the dataset that is there")
     _finish(one, _merge)
+
+    one = commands.add_parser("convert", help=convert.DESCRIPTION)
+    convert.add_arguments(one)
+    one.set_defaults(run=convert.run)
 
     one = commands.add_parser("split", help="write each document to one of several datasets")
     one.add_argument("prefix", metavar="PREFIX", help="a dataset's files, or URL")
