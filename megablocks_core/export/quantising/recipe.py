@@ -102,6 +102,8 @@ class _WithCache(Recipe):
 class Fp8(_WithCache):
     """E4M3 numbers, one scale for each weight and one for what it is multiplied with.
 
+    Gate and up of an expert share theirs.
+
     Attributes:
         kv_cache: Whether cached keys and values are E4M3 too.
     """

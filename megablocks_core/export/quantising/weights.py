@@ -95,7 +95,9 @@ def quantised(
     """The tensors that ``schema_of`` names, made of the weight, whose dtype is given."""
     module = module_of(name)
     if isinstance(recipe, Fp8):
-        scale = fp8_scale(amaxes.weights[name])
+        # Servers hold gate and up of an expert as one weight, with one scale.
+        is_expert = ".experts." in name
+        scale = fp8_scale(_shared(amaxes.weights, name) if is_expert else amaxes.weights[name])
         return {
             name: fp8_numbers(weight, scale),
             f"{name}_scale": scalar(scale),
