@@ -71,7 +71,7 @@ def rounding(model, method, scales):
     """Have a Decoder round what its weights multiply, and what a cache would hold, as servers do.
 
     Returns:
-        How many places round.
+        How many places round: an input of each weight, and a cache of each layer.
     """
     places = 0
     modules = dict(model.named_modules())

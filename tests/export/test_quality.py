@@ -1,10 +1,11 @@
-"""What a server computes of a quantised folder is near what it computes of a bfloat16 one.
+"""What a server computes of a quantised model is near what it computes of a bfloat16 one.
 
 The model is trained for some steps, so that logits mean something; a folder is read by a plain
 loader, which rounds activations and cached keys and values too. The bounds stand in docs/export.md.
 """
 
 import io
+import json
 import tokenize
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from torch.nn import functional as F
 
 from megablocks_core import layers
 from megablocks_core.auto import decoder_from_hf
-from megablocks_core.export import calibrate, save_hf, save_quantized_hf
+from megablocks_core.export import calibrate, save_hf, save_quantized_hf, save_trtllm, verify
 from megablocks_core.export.quantising import Fp8, Fp8Blocks, Int4, Int8, Nvfp4
-from tests.export.quantising.plain_loader import dequantised, rounding
+from tests.export.plain_loader import dequantised, rounding
+from tests.export.trtllm_loader import dequantised_trtllm
 
 RECIPES = {
     "fp8": Fp8(),
@@ -82,11 +84,36 @@ def test_logits_of_quantised_folders_are_near_those_of_bfloat16(trained, tmp_pat
     save_quantized_hf(
         model, tmp_path / "out", recipe=RECIPES[name], calibration=calibration, like=folder
     )
+    verify(tmp_path / "out", values=True)
     method, scales = dequantised(tmp_path / "out", tmp_path / "plain")
     again = decoder_from_hf(tmp_path / "plain")
-    assert rounding(again, method, scales) == len(calibration.inputs) + 3 if scales else True
-    with torch.no_grad():
-        logits = again(tokens).logits
+    if RECIPES[name].is_calibrated:
+        assert rounding(again, method, scales) == len(calibration.inputs) + 3
+    _assert_near(name, again, tokens, expected)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"tp": 4}], ids=str)
+def test_logits_of_trtllm_checkpoints_are_those_of_bfloat16_or_near_them(trained, tmp_path, sizes):
+    folder, tokens, expected, calibration = trained
+    model, config = decoder_from_hf(folder), json.loads((folder / "config.json").read_text())
+    save_trtllm(model, tmp_path / "bf16", **sizes)
+    save_trtllm(model, tmp_path / "fp8", **sizes, recipe=Fp8(), calibration=calibration)
+    for name in ("bf16", "fp8"):
+        verify(tmp_path / name, values=True)
+        scales = dequantised_trtllm(tmp_path / name, config, tmp_path / f"{name}-plain")
+        again = decoder_from_hf(tmp_path / f"{name}-plain")
+        if name == "bf16":
+            assert not scales
+            with torch.no_grad():
+                assert torch.equal(again(tokens).logits, expected)
+        else:
+            assert rounding(again, "FP8", scales) == len(calibration.inputs) + 3
+            _assert_near("fp8", again, tokens, expected)
+
+
+@torch.no_grad()
+def _assert_near(name, model, tokens, expected):
+    logits = model(tokens).logits
     error = float((logits - expected).norm() / _varied(expected).norm())
     worse = float(_loss(logits, tokens) - _loss(expected, tokens))
     print(f"{name}: {error:.4f} of logits, {worse:+.4f} of the loss")
