@@ -66,7 +66,7 @@ class PackedConversations(PackedSamples):
 
     Shapes: ``tokens``, ``labels``, ``position_ids`` [S] int64, ``loss_mask`` [S] float32,
     ``cu_seqlens`` [conversations + 1] int64, with one more document where a sample is filled up
-    with 0 at its end, without loss. Takes 56 bytes of memory a conversation.
+    with 0 at its end, without loss. Takes 64 bytes of memory a conversation.
 
     Sends nothing; every rank computes any sample for itself.
 

@@ -6,7 +6,8 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -195,7 +196,6 @@ def _prepare(
     workers = whole_number("workers", (cores or 1) if workers is None else workers, 0, 1024)
     files = find_inputs(inputs)
     refuse_other_formats(files)
-    hashes = [_hash_of(file.path) for file in files]
     total = _Totals()
     with (
         tempfile.TemporaryFile() as places,
@@ -206,11 +206,13 @@ def _prepare(
             multimodal=True,
             tokenizer=settings.name,
         ) as builder,
+        closing(_encoded(files, settings, workers)) as answers,
     ):
-        for block, encoded in _encoded(files, settings, workers):
+        for block, encoded in answers:
             _note_bad(block, encoded, on_bad, places)
             _add(builder, encoded)
             total.add(encoded)
+        hashes = [_hash_of(file.path) for file in files]
         refuse_changed(files)
         builder.finish()
         report = total.report(settings.dtype)
@@ -226,7 +228,7 @@ def _prepare(
 
 def _encoded(
     files: list[Input], settings: Settings, workers: int
-) -> Iterator[tuple[Block, EncodedRows]]:
+) -> Generator[tuple[Block, EncodedRows], None, None]:
     """Each block with what is written of it, in their order."""
     pool: Workers = Pool(settings, workers) if workers else OwnProcess(settings)
     progress = Progress("prepare", sum(file.size for file in files))

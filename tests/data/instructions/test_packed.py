@@ -28,11 +28,12 @@ def test_a_batch_is_its_samples_end_to_end(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", [PackedConversations, PackedDocuments])
 def test_tokens_that_are_far_away_are_read_alike(tmp_path, kind):
-    indexed = write(tmp_path / "x", LENGTHS)
+    indexed = write(tmp_path / "x", LENGTHS, [[int(n % 3 > 0) for n in range(k)] for k in LENGTHS])
     remote = type(indexed)(f"file://{tmp_path / 'x'}")
     here, there = (kind(each, 10, seed=0) for each in (indexed, remote))
     assert here.fingerprint == there.fingerprint
-    assert here.batch([0, 2])["labels"].tolist() == there.batch([0, 2])["labels"].tolist()
+    for name in ("labels", "loss_mask"):
+        assert here.batch([0, 2])[name].tolist() == there.batch([0, 2])[name].tolist()
 
 
 def test_no_samples_are_an_empty_batch(tmp_path):

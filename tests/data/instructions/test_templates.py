@@ -108,6 +108,19 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error_and_no_wrong_mask(tr
         ChatTemplate(marked).spans(two, train_on="last")
 
 
+def test_a_template_that_drops_the_reasoning_of_earlier_turns_is_an_error():
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{% if loop.last %}{{ m.thinking }}{% endif %}"
+        "{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    q, a = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    thought = {**a, "thinking": "so "}
+    assert ChatTemplate(source).spans([q, thought]).spans == [(18, 22)]
+    with pytest.raises(BadRow, match="writes otherwise when others follow"):
+        ChatTemplate(source).spans([q, thought, q, thought])
+    assert ChatTemplate(source).spans([q, thought, q, thought], train_on="last").spans
+
+
 def test_rows_that_a_template_refuses_are_named():
     refusing = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadRow, match="is refused by the template: roles must alternate"):
