@@ -61,20 +61,32 @@ class Pool:
 
     At most ``4 workers`` units are under way or wait for an earlier one.
 
+    Args:
+        settings: Open an encoder in each. With ``None`` the processes start, and ``begin`` is
+            called before anything is encoded.
+        workers: How many.
+
     Raises:
         RuntimeError: A worker ended, or failed of what is no fault of the input.
         OSError: An input cannot be read.
     """
 
-    def __init__(self, settings: Opens, workers: int) -> None:
+    def __init__(self, settings: Opens | None, workers: int) -> None:
         self._processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
         try:
             for _ in range(workers):
-                self._start(settings)
+                self._start()
+            if settings is not None:
+                self.begin(settings)
         except BaseException:
             self.close()
             raise
+
+    def begin(self, settings: Opens) -> None:
+        """Open an encoder in each process."""
+        for connection in self._connections:
+            self._send(connection, settings)
 
     def encode(self, units: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Each unit with what is written of it, in their order."""
@@ -132,7 +144,7 @@ class Pool:
     ) -> None:
         self.close()
 
-    def _start(self, settings: Opens) -> None:
+    def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             code = _START.format(path=sys.path, descriptor=theirs.fileno())
@@ -145,7 +157,6 @@ class Pool:
                 )
             )
             self._connections.append(Connection(ours.detach()))
-        self._send(self._connections[-1], settings)
 
     def _send(self, connection: Connection, message: Any) -> None:
         try:

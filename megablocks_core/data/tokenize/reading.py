@@ -18,7 +18,8 @@ from megablocks_core.data.tokenize.compressed import whole_text
 from megablocks_core.data.tokenize.units import Held, Lines, Rows, Texts, Unit, open_parquet
 
 BOM = b"\xef\xbb\xbf"
-_STEP = 1 << 20
+_STEP = 1 << 16
+_LONG = 2048  # bytes of a line from which it is quicker not to copy it
 _DEEP = 64  # levels of lists and objects that the fast parser may take, far below its limit
 
 
@@ -68,7 +69,7 @@ class UnitReader:
 
     def __init__(self, key: str, max_bytes: int, *, plain: bool = False) -> None:
         self.key, self.max_bytes = key, max_bytes
-        self._parse: Callable[[bytes], Any] | None = None
+        self._parse: Callable[[bytes | memoryview], Any] | None = None
         if not plain:
             with suppress(ModuleNotFoundError):
                 self._parse = import_module("orjson").loads
@@ -121,7 +122,7 @@ class UnitReader:
         read = Read([], [], [], 0, pieces)
         lines: list[Any]
         try:
-            lines = data.split(b"\n") if self._parse else data.decode().split("\n")
+            lines = _lines_of(data) if self._parse else data.decode().split("\n")
         except UnicodeDecodeError:  # one of them; the others are as good as ever
             lines = data.split(b"\n")
         if not lines[-1]:
@@ -132,6 +133,7 @@ class UnitReader:
                 read.places.append((file, number))
                 continue
             try:
+                line = bytes(line) if isinstance(line, memoryview) else line
                 if (text := self._text_of(line)) is not None:
                     self._add(read, text, (file, number))
             except UnicodeDecodeError:
@@ -140,7 +142,7 @@ class UnitReader:
                 read.bad.append(Bad(file, number, str(error)))
         return read._replace(lines=len(lines))
 
-    def _clean_text(self, line: str | bytes) -> str | None:
+    def _clean_text(self, line: str | bytes | memoryview) -> str | None:
         """The text of a line that ``_text_of`` would say the same of, where that is quick to see.
 
         orjson takes UTF-8 and the JSON of RFC 8259 alone, of which no string is half a pair.
@@ -244,6 +246,17 @@ class UnitReader:
             raise _NoText(f"is longer than {self.max_bytes} bytes")
 
 
+def _lines_of(data: bytes) -> list[bytes] | list[memoryview]:
+    """What stands between the ends of lines, without a copy where lines are long."""
+    if data.count(b"\n") * _LONG > len(data):
+        return data.split(b"\n")
+    view, start, lines = memoryview(data), 0, []
+    while (end := data.find(b"\n", start)) >= 0:
+        lines.append(view[start:end])
+        start = end + 1
+    return [*lines, view[start:]]
+
+
 def _is_shallow(value: dict[str, Any]) -> bool:
     """Whether there are at most ``_DEEP`` levels, so that any parser takes it."""
     level: list[Any] = [value]
@@ -269,7 +282,7 @@ def _lines_between(unit: Lines, max_bytes: int) -> tuple[bytes, bytes]:
         first = 0 if before == b"\n" else data.find(b"\n") + 1
         if not first and before != b"\n":
             return b"", pieces
-        parts = [data[first:] if first else data]
+        parts: list[bytes | memoryview] = [memoryview(data)[first:]]
         length = len(data) - max(first, data.rfind(b"\n") + 1)
         while length and length <= max_bytes:
             part = file.read(_STEP)

@@ -112,29 +112,34 @@ def tokenize(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = whole_number("workers", (cores or 1) if workers is None else workers, 0, 1024)
     files = find_inputs(inputs, suffixes)
-    plain = open_encoder(tokenizer)
-    end = end_of_document(plain, append_eod)
-    dtype = smallest_dtype(plain.vocab_size).name
-    sample = [] if engine == HF else _sample(files, key, max_bytes)
-    engine, _ = choose_engine(tokenizer, engine, plain, sample)
-    settings = Settings(tokenizer, plain.name, engine, end, dtype, key, max_bytes)
-    staged = _open_staged(prefix, files, settings, overwrite)
+    pool = Pool(None, workers) if workers else None  # whose processes start meanwhile
     try:
-        resumed = staged.counts.units
-        if on_bad == STOP and staged.counts.bad:
-            raise BadText(
-                f"{staged.folder}: {sum(staged.counts.bad.values())} bad lines were skipped "
-                f"already; give on_bad='skip' or 'report' as before, or remove the folder"
-            )
-        if is_published(staged, prefix):
-            Staging(prefix, overwrite=True).discard()  # finishes what a kill cut short
-        else:
-            _write_all(staged, files, settings, workers, on_bad)
-            refuse_changed(files)
-            publish(staged, prefix, overwrite=overwrite)
-        conclude(staged, prefix, command_line=command_line, list_bad=on_bad == REPORT)
+        plain = open_encoder(tokenizer)
+        end = end_of_document(plain, append_eod)
+        dtype = smallest_dtype(plain.vocab_size).name
+        sample = [] if engine == HF else _sample(files, key, max_bytes)
+        engine, _ = choose_engine(tokenizer, engine, plain, sample)
+        settings = Settings(tokenizer, plain.name, engine, end, dtype, key, max_bytes)
+        staged = _open_staged(prefix, files, settings, overwrite)
+        try:
+            resumed = staged.counts.units
+            if on_bad == STOP and staged.counts.bad:
+                raise BadText(
+                    f"{staged.folder}: {sum(staged.counts.bad.values())} bad lines were skipped "
+                    f"already; give on_bad='skip' or 'report' as before, or remove the folder"
+                )
+            if is_published(staged, prefix):
+                Staging(prefix, overwrite=True).discard()  # finishes what a kill cut short
+            else:
+                _write_all(staged, files, settings, pool, on_bad)
+                refuse_changed(files)
+                publish(staged, prefix, overwrite=overwrite)
+            conclude(staged, prefix, command_line=command_line, list_bad=on_bad == REPORT)
+        finally:
+            staged.close()
     finally:
-        staged.close()
+        if pool is not None:
+            pool.close()
     return _report(staged.counts, settings, resumed)
 
 
@@ -164,19 +169,20 @@ def _open_staged(prefix: str, files: list[Input], settings: Settings, overwrite:
 
 
 def _write_all(
-    staged: Staged, files: list[Input], settings: Settings, workers: int, on_bad: str
+    staged: Staged, files: list[Input], settings: Settings, pool: Pool | None, on_bad: str
 ) -> None:
     """Encode and write all units that are not written yet."""
     rules = {"key": settings.key, "max_bytes": settings.max_bytes}
     units = plan(files, unit_bytes=UNIT_BYTES, done=staged.counts.units, **rules)
-    pool: Workers = Pool(settings, workers) if workers else OwnProcess(settings)
+    if pool is not None:
+        pool.begin(settings)
+    workers: Workers = pool or OwnProcess(settings)
     left = sum(file.size for file in files) - staged.counts.nbytes
     progress = Progress("tokenize", left)
     try:
-        _write_units(staged, files, pool.encode(units), on_bad, progress)
+        _write_units(staged, files, workers.encode(units), on_bad, progress)
     finally:
         progress.close()
-        pool.close()
 
 
 def _write_units(
