@@ -2,7 +2,8 @@
 
 E4M3 numbers and float32 factors, as ModelOpt 0.47 writes them: a factor is what numbers are times
 to give the weight, and for what it is multiplied with likewise. Queries, keys and values are one
-weight, with one factor; the experts of a layer are one tensor, with a factor each.
+weight, with one factor, which the two that lead into an activation share as well; the experts of a
+layer are one tensor, with a factor each.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ class Scales:
             return name not in self.excluded
         found = {source in self.taken for source in sources}
         if len(found) > 1:
-            raise ValueError(f"recipe must take all of {list(sources)}, or none: they are one")
+            raise ValueError(f"recipe must take all of {list(sources)}, or none: they share a factor")
         return True in found
 
     def linear(
         self, name: str, sources: Sequence[str], weight: Lazy, dtype: torch.dtype
     ) -> list[Piece]:
-        """A linear layer that is made of some weights; ``weight`` is this rank's slice of all."""
+        """A linear layer whose factor ``sources`` share; ``weight`` is this rank's slice."""
         if not self._takes(name, sources):
             return [Piece(f"{name}.weight", weight, dtype)]
         scale = fp8_scale(max(self.weights[source] for source in sources))

@@ -10,7 +10,7 @@ Dimensions: V tokens, H hidden features, F inner features, E experts of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -148,8 +148,12 @@ class _Rank:
         found += self._rows(f"{ours}.attention.dense", f"{attention}.o_proj")
         if self.model.experts:
             return found + self._experts(source, ours)
-        for theirs, name in (("gate_proj", "fc"), ("up_proj", "gate")):
-            found += self._columns(f"{ours}.mlp.{name}", f"{source}.mlp.{theirs}")
+        # Runtimes may join the two, which then have one factor.
+        both = [f"{source}.mlp.{kind}_proj.weight" for kind in ("gate", "up")]
+        for kind, name in (("gate", "fc"), ("up", "gate")):
+            theirs = f"{source}.mlp.{kind}_proj"
+            weight = self.weights[f"{theirs}.weight"]
+            found += self._linear(f"{ours}.mlp.{name}", theirs, weight, 0, both)
         return found + self._rows(f"{ours}.mlp.proj", f"{source}.mlp.down_proj")
 
     def _attention(self, ours: str, names: list[str]) -> list[Piece]:
@@ -169,17 +173,16 @@ class _Rank:
             own = [cut(one, self.index, self.tp) for one in cached]
         return joined([cut(query, self.index, self.tp), *own])
 
-    def _columns(self, ours: str, source: str) -> list[Piece]:
-        """A linear layer cut by outputs."""
-        return self._linear(ours, source, self.weights[f"{source}.weight"], dim=0)
-
     def _rows(self, ours: str, source: str) -> list[Piece]:
         """A linear layer cut by inputs; a runtime adds the bias once, so that every rank has it."""
         return self._linear(ours, source, self.weights[f"{source}.weight"], dim=1)
 
-    def _linear(self, ours: str, source: str, weight: Lazy, dim: int) -> list[Piece]:
+    def _linear(
+        self, ours: str, source: str, weight: Lazy, dim: int, alike: Sequence[str] = ()
+    ) -> list[Piece]:
+        """A linear layer cut by outputs or inputs; ``alike`` are weights with the same factor."""
         own = cut(weight, self.index, self.tp, dim)
-        found = self.scales.linear(ours, [f"{source}.weight"], own, self.dtype)
+        found = self.scales.linear(ours, alike or [f"{source}.weight"], own, self.dtype)
         bias = self.weights.get(f"{source}.bias")
         if bias is not None:
             own = cut(bias, self.index, self.tp) if dim == 0 else bias
