@@ -40,12 +40,12 @@ def calibrate(
     Every rank runs ``model`` over its batches, without gradients and in evaluation mode; data-
     parallel ranks have different ones, others the same. Hooks look at the inputs of modules that
     own weights, and if the recipe quantises a cache, at keys, after norms and positions, and at
-    values.
-    Beside what the model sends, ranks tell each other before each batch that they go on; at the
-    end they exchange what they found, and all get the same.
+    values. Beside what the model sends, ranks tell each other before each batch that they go on; at
+    the end they exchange what they found, and all get the same.
 
-    An expert that saw no token has, for each of its weights, the largest magnitude that the same
-    weight of another expert of its layer saw; a warning names it.
+    An expert that saw no token, or zeros alone, has for that weight the largest magnitude that the
+    same weight of another expert of its layer saw; a warning names it. Other weights that saw zeros
+    alone have 0, of which no scale can be made.
 
     Args:
         model: A ``Decoder``, or another module of a family in ``families.FAMILIES``.
@@ -199,15 +199,15 @@ def _merged(
             for name, value in numbers.items():
                 found[kind][name] = max(found[kind].get(name, -inf), value)
     inputs = {name: found["inputs"].get(name, -inf) for name in places.taken}
-    unseen = [name for name, value in inputs.items() if value == -inf]
-    inputs |= _of_other_experts(unseen, inputs)
-    if unused := [name for name in unseen if inputs[name] == -inf]:
-        raise ValueError(f"batches must use every weight, but none was multiplied with {unused}")
-    if unseen:
-        more = f" and {len(unseen) - _NAMED} more" if len(unseen) > _NAMED else ""
+    others = _of_other_experts(inputs)
+    inputs |= others
+    if unused := [name for name, value in inputs.items() if value == -inf]:
+        raise ValueError(f"batches must use every weight, but nothing was multiplied with {unused}")
+    if others:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
         warnings.warn(
-            f"no token came to {', '.join(unseen[:_NAMED])}{more}: other experts of the layer "
-            "stand in",
+            f"no token, or zeros alone, came to {', '.join([*others][:_NAMED])}{more}: other "
+            "experts of the layer stand in",
             stacklevel=3,
         )
     order = {name: place for place, name in enumerate(sum(places.names.values(), []))}
@@ -218,11 +218,14 @@ def _merged(
     return Calibration(inputs, keys, values)
 
 
-def _of_other_experts(unseen: list[str], inputs: Mapping[str, float]) -> dict[str, float]:
-    """What the same weights of other experts have seen at most."""
+def _of_other_experts(inputs: Mapping[str, float]) -> dict[str, float]:
+    """For experts' weights that nothing was multiplied with, or zeros, what others saw at most."""
     largest: dict[str, float] = {}
+    idle: dict[str, str] = {}
     for name, value in inputs.items():
         if _EXPERT.search(name):
             layer = _EXPERT.sub("experts.", name)
             largest[layer] = max(largest.get(layer, -inf), value)
-    return {name: largest[_EXPERT.sub("experts.", name)] for name in unseen if _EXPERT.search(name)}
+            if value <= 0:
+                idle[name] = layer
+    return {name: largest[layer] for name, layer in idle.items() if largest[layer] > 0}

@@ -1,5 +1,7 @@
 """Calibration finds the magnitudes that transformers' modules see, at every layout."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,7 +40,7 @@ def folder(folders, case):
     return folders.folder(case)
 
 
-@pytest.mark.filterwarnings("ignore:no token came to")
+@pytest.mark.filterwarnings("ignore:no token, or zeros alone")
 @pytest.mark.parametrize("case", CASES)
 def test_ours_and_transformers_modules_see_the_same(folder, case):
     ours = calibrate(decoder_from_hf(folder, dtype=torch.float64), BATCHES, recipe=Fp8())
@@ -83,7 +85,7 @@ def test_gpt2_has_the_names_of_its_files():
     assert list(found.keys) == [f"{layer}.attn.c_attn.weight" for layer in layers]
     assert list(found.values) == list(found.keys)
     assert len(found.inputs) == 8
-    layer = model.transformer.h[0]
+    layer: Any = model.transformer.h[0]
     with torch.no_grad():
         embedded = model.transformer.wte(TOKENS) + model.transformer.wpe(torch.arange(7))
         normed = layer.ln_1(embedded)
@@ -117,7 +119,7 @@ def test_every_layout_finds_the_same(folder, case):
         if size % max(sizes.get("tp", 1), sizes.get("ep", 1) * sizes.get("etp", 1)):
             continue
         mesh = Mesh(**sizes)
-        model = decoder_from_hf(folder, mesh=mesh, dtype=torch.float64)
+        model: Any = decoder_from_hf(folder, mesh=mesh, dtype=torch.float64)
         dp = mesh.group("dp")
         # Every batch [2 T] goes to one of the data-parallel ranks; of other layouts to all.
         mine = [batch.chunk(2)[dp.rank % 2] if dp.size > 1 else batch for batch in BATCHES]
@@ -128,28 +130,33 @@ def test_every_layout_finds_the_same(folder, case):
 
 @pytest.mark.parametrize("case", ["mixtral"])
 def test_experts_without_tokens_have_what_others_of_their_layer_saw(folder, case):
-    model = decoder_from_hf(folder, dtype=torch.float64)
+    model: Any = decoder_from_hf(folder, dtype=torch.float64)
     whole = calibrate(model, BATCHES, recipe=Int8())
     with torch.no_grad():  # The first layer's last expert is never chosen.
         gate = model.model.layers[0].mlp.gate
         gate.weight[3] = gate.weight[1]  # ties go to the lowest index, and two are chosen
         gate.weight[2] = gate.weight[1]
+        model.model.layers[1].mlp.experts.gate_proj[2].zero_()  # whose hidden activation is zero
     names = [
         f"model.layers.0.block_sparse_moe.experts.3.{part}.weight" for part in ("w1", "w3", "w2")
     ]
-    with pytest.warns(UserWarning, match="no token came to ") as told:
+    with pytest.warns(UserWarning, match="no token, or zeros alone, came to ") as told:
         found = calibrate(model, BATCHES, recipe=Int8())
     for name in names:
         assert name in str(told[0].message)
         others = [found.inputs[name.replace("experts.3", f"experts.{one}")] for one in range(3)]
         assert found.inputs[name] == max(others)
+    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    assert name in str(told[0].message)
+    others = [found.inputs[name.replace("experts.2", f"experts.{one}")] for one in (0, 1, 3)]
+    assert found.inputs[name] == max(others)
     assert found.inputs.keys() == whole.inputs.keys()
     assert not found.keys and not found.values
 
 
 @pytest.mark.parametrize("case", ["qwen3"])
 def test_modes_and_hooks_are_as_before_also_after_an_error(folder, case):
-    model = decoder_from_hf(folder, dtype=torch.float64)
+    model: Any = decoder_from_hf(folder, dtype=torch.float64)
     model.train()
     model.model.layers[0].eval()
     seen = []
@@ -171,7 +178,7 @@ def test_modes_and_hooks_are_as_before_also_after_an_error(folder, case):
 
 @pytest.mark.parametrize("case", ["qwen3"])
 def test_what_cannot_be_is_refused_by_name(folder, case):
-    model = decoder_from_hf(folder, dtype=torch.float64)
+    model: Any = decoder_from_hf(folder, dtype=torch.float64)
     for batches, rule in (
         ([], "batches must hold at least one"),
         ([BATCHES[0], [1, 2]], r"batches\[1\]=\[1, 2\] must be a tensor"),
@@ -191,7 +198,7 @@ def test_what_cannot_be_is_refused_by_name(folder, case):
 
 @pytest.mark.parametrize("case", ["qwen3"])
 def test_batches_may_be_arguments_by_name_and_progress_hears_of_each(folder, case):
-    model = decoder_from_hf(folder, dtype=torch.float64)
+    model: Any = decoder_from_hf(folder, dtype=torch.float64)
     told = []
     named = calibrate(
         model,
@@ -210,7 +217,7 @@ def test_batches_may_be_arguments_by_name_and_progress_hears_of_each(folder, cas
 @ranks(2)
 def test_ranks_with_other_numbers_of_batches_or_an_error_raise_together(folder, case):
     world = Mesh().group("dp")
-    model = decoder_from_hf(folder, dtype=torch.float64)
+    model: Any = decoder_from_hf(folder, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"as many on all ranks, but ranks \[1\] have 1"):
         calibrate(model, BATCHES[: 2 - world.rank], recipe=Fp8(), group=world)
     batches = [BATCHES[0], "text" if world.rank else BATCHES[1]]
