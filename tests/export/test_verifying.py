@@ -49,7 +49,5 @@ def test_tied_tensors_that_differ_are_named_where_values_are_looked_at(tmp_path,
     head[9, 15] += 1
     save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
     verify(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"lm_head\.weight and .* are tied, but differ"
-    ):
+    with pytest.raises(ValueError, match=r"lm_head\.weight and .* are tied, but differ"):
         verify(tmp_path, values=True)
