@@ -9,6 +9,9 @@ from megablocks_core.data.instructions.conversations import (
 from megablocks_core.data.instructions.conversations import PackingReport as PackingReport
 from megablocks_core.data.instructions.curricula import length_curriculum as length_curriculum
 from megablocks_core.data.instructions.curricula import length_stages as length_stages
+from megablocks_core.data.instructions.decomposed import (
+    DecomposedDocuments as DecomposedDocuments,
+)
 from megablocks_core.data.instructions.documents import PackedDocuments as PackedDocuments
 from megablocks_core.data.instructions.middle import FillInTheMiddle as FillInTheMiddle
 from megablocks_core.data.instructions.pairs import PreferencePairs as PreferencePairs

@@ -86,6 +86,12 @@ def test_the_last_turn_is_whole_where_it_has_several_marks():
     assert (found.text, found.spans) == ("q<t>|aq<t>|a", [(7, 10), (11, 12)])
 
 
+def test_marks_inside_marks_and_empty_ones_are_one_or_none():
+    inner = "a{% generation %}b{% endgeneration %}c"
+    source = "x{% generation %}" + inner + "{% endgeneration %}y{% generation %}{% endgeneration %}"
+    assert ChatTemplate(source).render([]) == ("xabcy", [(1, 4)])
+
+
 def test_a_template_without_a_prompt_for_the_assistant_gives_what_the_message_added():
     source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
