@@ -1,20 +1,24 @@
 """``tokenize`` end to end against the engine's own batch call over the same texts, on all cores.
 
 Ours reads JSON lines, encodes, writes, syncs and publishes, its processes started and its engine
-checked each time; the peer is handed a list of texts in memory. Each run has a new tokenizer, so
-that every pass is a first one: the caches of both engines grow with what they have seen. A round
-is long and nothing is warmed, so there are five.
+checked each time; the engine is handed a list of texts in memory. Also against the reference's fast
+tool, which reads the same file and writes the same bytes, as it runs and without its 128 processes.
+Each run has a new tokenizer, so that every pass is a first one: the caches of both engines grow with
+what they have seen. A round is long and nothing is warmed, so there are five.
 """
 
+import filecmp
 import json
 import os
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.data.peers import preprocess_fast
 from benchmarks.timing import Times, report
 from megablocks_core.data import IndexedDataset, standard_library
 from megablocks_core.data.tokenize import tokenize
@@ -85,12 +89,25 @@ def gigatoken_batch(path: Path, texts: list[str]) -> tuple[float, int]:
     return seconds, int(found.layout.offsets.data[-1])
 
 
+def fast_tool(path: Path, _: list[str], *, processes: int) -> tuple[float, int]:
+    """The same of the reference's tool, which reads our file; what it writes is what ours does."""
+    folder = path.parent
+    ours, theirs = folder / "out", folder / "theirs"
+    found = preprocess_fast(path, folder / "texts.jsonl", theirs, processes=processes)
+    if ours.with_suffix(".bin").exists():
+        for ending in (".bin", ".idx"):
+            assert filecmp.cmp(f"{ours}{ending}", f"{theirs}{ending}", shallow=False)
+    return found
+
+
 def bench(
     engine: str,
     batch: Callable[[Path, list[str]], tuple[float, int]],
     texts: list[str],
     folder: Path,
-    limit: float | None,
+    *,
+    peer: str = "",
+    limit: float | None = None,
 ) -> None:
     """Both in turns, over the same texts."""
     lines, tokenizer = folder / "texts.jsonl", folder / "tokenizer.json"
@@ -120,7 +137,7 @@ def bench(
     report(
         times,
         benchmark="data/tokenize",
-        peer=f"batch call of {engine}",
+        peer=peer or f"batch call of {engine}",
         case={"megabytes": round(nbytes / 1e6), "texts": len(texts), "vocabulary": VOCABULARY},
         limit=limit,
         threads=THREADS,
@@ -133,8 +150,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         train(source_texts(8_000_000), folder / "tokenizer.json")
-        bench("hf", hf_batch, source_texts(8_000_000), folder, LIMIT)
-        bench("gigatoken", gigatoken_batch, source_texts(200_000_000), folder, None)
+        bench("hf", hf_batch, source_texts(8_000_000), folder, limit=LIMIT)
+        texts = source_texts(200_000_000)
+        bench("gigatoken", gigatoken_batch, texts, folder, limit=LIMIT)
+        for processes, limit in ((128, 1.0), (1, None)):
+            batch = partial(fast_tool, processes=processes)
+            peer = f"preprocess_data_fast, {processes} processes"
+            bench("gigatoken", batch, texts, folder, peer=peer, limit=limit)
 
 
 if __name__ == "__main__":
