@@ -10,7 +10,7 @@ features of a state.
 import triton
 import triton.language as tl
 
-from megablocks_core.layers.kernels.sequences.scan_kernels import decay_between, tile
+from megablocks_core.layers.kernels.sequences.scan_kernels import decay_between, place, tile
 
 
 @triton.jit
@@ -86,20 +86,16 @@ def pairs_kernel(
     if tl.program_id(2) > tl.program_id(1):
         return
     at = tl.program_id(0).to(tl.int64)
-    group, chunk, row = (
-        at % num_groups,
-        at // num_groups % num_chunks,
-        at // num_groups // num_chunks,
-    )
+    row, chunk, group = place(at, num_groups, num_chunks)
     one = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     other = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     start, left = row * length + chunk * size, length - chunk * size
     inside, there = (one < size) & (one < left), (other < size) & (other < left)
     stride = num_heads * num_features
     total = tl.zeros((ROWS, ROWS), tl.float32)
-    place = at * size * size + one[:, None] * size + other[None, :]
+    cells = at * size * size + one[:, None] * size + other[None, :]
     known = inside[:, None] & there[None, :] & (one[:, None] > other[None, :])
-    meets = tl.load(meets_BcGqq + place, mask=known, other=0.0)
+    meets = tl.load(meets_BcGqq + cells, mask=known, other=0.0)
     earlier = tl.where(one[:, None] < one[None, :], 1.0, 0.0)
     for head in range(group * (num_heads // num_groups), (group + 1) * (num_heads // num_groups)):
         base = (start * num_heads + head) * num_features
@@ -126,7 +122,7 @@ def pairs_kernel(
         else:
             tl.store(rows_BHcttr + to, tl.sum(product, axis=1))
             tl.store(columns_BHcttr + to, tl.sum(product, axis=0))
-    tl.store(dmeets_BcGqq + place, total, mask=(one < size)[:, None] & (other < size)[None, :])
+    tl.store(dmeets_BcGqq + cells, total, mask=(one < size)[:, None] & (other < size)[None, :])
 
 
 @triton.jit
@@ -156,11 +152,7 @@ def groups_kernel(
     same.
     """
     at = tl.program_id(0).to(tl.int64)
-    group, chunk, row = (
-        at % num_groups,
-        at // num_groups % num_chunks,
-        at // num_groups // num_chunks,
-    )
+    row, chunk, group = place(at, num_groups, num_chunks)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     states = tl.program_id(2) * STATES + tl.arange(0, STATES)
     start, left = row * length + chunk * size, length - chunk * size

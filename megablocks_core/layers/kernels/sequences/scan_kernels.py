@@ -93,11 +93,7 @@ def products_kernel(
     if tl.program_id(2) > tl.program_id(1):
         return
     at = tl.program_id(0).to(tl.int64)
-    group, chunk, row = (
-        at % num_groups,
-        at // num_groups % num_chunks,
-        at // num_groups // num_chunks,
-    )
+    row, chunk, group = place(at, num_groups, num_chunks)
     one = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     other = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     start = row * length + chunk * size
