@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,16 +15,18 @@ from megablocks_core.ckpt.tools.checkpoint import Checkpoint, read_whole
 from megablocks_core.ckpt.tools.checkpoint import Held as Kept
 from megablocks_core.ckpt.tools.opening import open_checkpoint
 from megablocks_core.export.arguments import check_bytes, folder_of
-from megablocks_core.export.drafting import FolderDraft, Written
+from megablocks_core.export.described import Described
+from megablocks_core.export.drafting import FolderDraft, Slab, Written
 from megablocks_core.export.dtypes import check_values, chosen
 from megablocks_core.export.hf_files import beside, made_of, name_dtype, planned, split
 from megablocks_core.export.layout import Layout
-from megablocks_core.export.ours import Ours
+from megablocks_core.export.ours import NamedBox, Ours
 from megablocks_core.export.quantised import plain
 from megablocks_core.export.verifying import layout_of
 from megablocks_core.files import check_new, read_json
 from megablocks_core.groups import LOCAL, Held, Whole
 
+T = TypeVar("T")
 CONFIG = "config.json"
 # What averages of weights call their one tensor of each.
 _AVERAGE = "/average"
@@ -77,6 +79,61 @@ def checkpoint_to_hf(
     target = Path(os.path.realpath(folder_of(path)))
     check_new(target)
     check_bytes(max_file_bytes, "max_file_bytes")
+    found, done = described_checkpoint(
+        checkpoint,
+        entry=entry,
+        config=config,
+        like=like,
+        dtype=dtype,
+        allow_nonfinite=allow_nonfinite,
+        progress=progress,
+    )
+    name_dtype(found.config, found.wholes)
+    total = done + sum(whole.nbytes for whole in found.wholes)
+    written = [Written(whole, found.made[whole.name]) for whole in found.wholes]
+    files = split(written, max_file_bytes)
+    draft = FolderDraft(target, files, found.ours)
+
+    def add(slab: Slab, values: list[Tensor]) -> None:
+        nonlocal done
+        draft.add(slab, values)
+        done += slab.nbytes
+        if progress is not None:
+            progress(done, total)
+
+    try:
+        draft.open()
+        found.collection.visit(draft.wanted(), add)
+        draft.publish(beside(files, found.config, None if like is None else Path(like)))
+    finally:
+        draft.close()
+
+
+def described_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    *,
+    entry: str = "model",
+    config: str | os.PathLike[str] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    allow_nonfinite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Described, int]:
+    """What exporters see of the weights in a checkpoint, and how many bytes were looked at.
+
+    Args:
+        checkpoint: As ``checkpoint_to_hf`` has it, and so have the others.
+        entry: Name of the weights in it.
+        config: Path of the model's ``config.json``.
+        like: A folder that may have the config, and dtypes.
+        dtype: Of all floating-point tensors.
+        allow_nonfinite: Whether NaN and infinite values are written like others.
+        progress: Called with the bytes looked at so far, and all that are looked at and written.
+
+    Raises:
+        ValueError: What ``checkpoint_to_hf`` says.
+        CheckpointError: ``checkpoint`` is damaged.
+    """
     dtypes = chosen(dtype, like)
     folder = None if like is None else folder_of(like, "like")
     given = folder / CONFIG if config is None and folder is not None else config
@@ -91,31 +148,35 @@ def checkpoint_to_hf(
         key=lambda whole: (-whole.dtype.itemsize, places.get(whole.name, len(places))),
     )
     written = planned(wholes, layout, dtypes)
-    name_dtype(said, written)
     done = sum(whole.nbytes for whole in wholes)
     total = done + sum(whole.nbytes for whole in written)
     looked_at = _slabs(opened, parts, lambda so_far: progress and progress(so_far, total))
     check_values(looked_at, layout, dtypes, group=LOCAL, allow_nonfinite=allow_nonfinite)
     ours = Ours(wholes)
     made = made_of(ours, layout)
-    files = split([Written(whole, made[whole.name]) for whole in written], max_file_bytes)
-    draft = FolderDraft(target, files, ours)
-    try:
-        draft.open()
+    return Described(said, layout, _Reading(opened, parts), ours, written, made), done
+
+
+class _Reading:
+    """The values of an entry: what is wanted at a time is read whole, and kept while it is."""
+
+    def __init__(self, opened: Checkpoint, parts: Mapping[str, _Part]) -> None:
+        self._opened, self._parts = opened, parts
+
+    def visit(
+        self,
+        wanted: Mapping[int, Iterable[tuple[T, Sequence[NamedBox]]]],
+        consume: Callable[[T, list[Tensor]], None],
+    ) -> None:
+        """Call ``consume(key, values)`` for all that the one process wants, in order."""
         held: dict[str, Tensor] = {}
-        for slab, boxes in draft.wanted()[0]:
+        for key, boxes in wanted[0]:
             names = dict.fromkeys(name for name, _ in boxes)
             held = {name: held[name] for name in names if name in held}
             for name in names:
                 if name not in held:
-                    held[name] = _values(opened, parts[name])
-            draft.add(slab, [held[name][box] for name, box in boxes])
-            done += slab.nbytes
-            if progress is not None:
-                progress(done, total)
-        draft.publish(beside(files, said, folder))
-    finally:
-        draft.close()
+                    held[name] = _values(self._opened, self._parts[name])
+            consume(key, [held[name][box] for name, box in boxes])
 
 
 def _config_of(

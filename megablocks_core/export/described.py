@@ -18,7 +18,7 @@ from megablocks_core.export.dtypes import check_values, chosen
 from megablocks_core.export.hf_files import made_of, planned
 from megablocks_core.export.layout import Layout
 from megablocks_core.export.operations import Lazy
-from megablocks_core.export.ours import Ours
+from megablocks_core.export.ours import Ours, Visited
 from megablocks_core.export.quantised import plain
 from megablocks_core.export.verifying import layout_of
 from megablocks_core.export.vocabulary import padded, part_shapes, with_vocabulary
@@ -33,7 +33,7 @@ class Described:
     Attributes:
         config: Of Hugging Face's format, without a quantisation; a copy of the caller's own.
         layout: The tensors of a Hugging Face folder, as made of the model's.
-        collection: What the ranks hold.
+        collection: Gives the values of the model's tensors.
         ours: The model's logical tensors.
         wholes: The tensors of a Hugging Face folder in the order of its files, with the dtypes
             that were asked for.
@@ -42,7 +42,7 @@ class Described:
 
     config: dict[str, Any]
     layout: Layout
-    collection: Collection
+    collection: Visited
     ours: Ours
     wholes: list[Whole]
     made: dict[str, Lazy]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,19 @@ from megablocks_core.files.safetensors import DTYPE_CODES
 from megablocks_core.groups import Whole
 
 NamedBox = tuple[str, Box]
+T = TypeVar("T")
+
+
+class Visited(Protocol):
+    """What gives boxes of our logical tensors, as a ``Collection`` does."""
+
+    def visit(
+        self,
+        wanted: Mapping[int, Iterable[tuple[T, Sequence[NamedBox]]]],
+        consume: Callable[[T, list[Tensor]], None],
+    ) -> None:
+        """Call ``consume(key, values)`` on each rank for all that it wants, in order."""
+        ...
 
 
 class Ours:

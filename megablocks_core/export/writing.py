@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megablocks_core.export.drafting import FolderDraft
-from megablocks_core.groups import Collection, Group, together
+from megablocks_core.export.ours import Visited
+from megablocks_core.groups import Group, together
 
 
 def write_folder(
     draft: FolderDraft,
-    collection: Collection,
+    collection: Visited,
     beside: Callable[[], Mapping[str, bytes]],
     *,
     group: Group,

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from megablocks_core.export.operations import Lazy
-from megablocks_core.export.ours import NamedBox, Ours
+from megablocks_core.export.ours import NamedBox, Ours, Visited
 from megablocks_core.export.slabs import dtype_of, slabs
-from megablocks_core.groups import Collection, Group
+from megablocks_core.groups import Group
 from megablocks_core.numbers.scaling import amax_of
 
 Slab = tuple[str, tuple[slice, ...]]
 
 
 def amaxes(
-    tensors: Mapping[str, Lazy], ours: Ours, collection: Collection, *, group: Group
+    tensors: Mapping[str, Lazy], ours: Ours, collection: Visited, *, group: Group
 ) -> dict[str, float]:
     """The largest magnitude of each tensor, in float32; every rank calls it and gets all.
 

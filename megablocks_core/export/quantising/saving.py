@@ -85,11 +85,7 @@ def save_quantized_hf(
     with interrupts_held(group=group):
         target = target_of(model, path, group=group, task=task)
         with together(task, group=group):
-            check_bytes(max_file_bytes, "max_file_bytes")
-            if not isinstance(recipe, Recipe):
-                raise ValueError(f"recipe={recipe!r} must be one, such as Fp8()")
-            if not (calibration is None or isinstance(calibration, Calibration)):
-                raise ValueError(f"calibration={calibration!r} must be a Calibration")
+            check_asked(recipe, calibration, max_file_bytes)
         found = described(
             model,
             group=group,
@@ -104,25 +100,66 @@ def save_quantized_hf(
             like=like,
             vocab_size=vocab_size,
         )
-        with together(task, group=group):
-            settings = _settings(recipe, found)
-            largest = _checked(recipe, found, calibration)
-        written = _written(settings, found, largest, group)
-        name_dtype(found.config, found.wholes)
-        files = split(written, max_file_bytes)
-        config = {**found.config, ENTRY: quantization_config(settings)}
-        also = quantization_file(settings)
-        draft = FolderDraft(target, files, found.ours, rank=group.rank, num_ranks=group.size)
-        write_folder(
-            draft,
-            found.collection,
-            lambda: {
-                **beside(files, config, None if like is None else Path(like)),
-                **({FILE: as_json(also)} if also is not None else {}),
-            },
+        write_quantised(
+            found,
+            target,
+            recipe=recipe,
+            calibration=calibration,
+            like=like,
+            max_file_bytes=max_file_bytes,
             group=group,
             task=task,
         )
+
+
+def write_quantised(
+    found: Described,
+    target: Path,
+    *,
+    recipe: Recipe,
+    calibration: Calibration | None,
+    like: str | os.PathLike[str] | None,
+    max_file_bytes: int,
+    group: Group = LOCAL,
+    task: str,
+) -> None:
+    """Write the folder of a model that has been described; every rank calls it.
+
+    Raises:
+        ValueError: What ``save_quantized_hf`` says of recipe and calibration.
+    """
+    with together(task, group=group):
+        settings = _settings(recipe, found)
+        largest = _checked(recipe, found, calibration)
+    written = _written(settings, found, largest, group)
+    config = {**found.config, ENTRY: quantization_config(settings)}
+    name_dtype(config, found.wholes)
+    files = split(written, max_file_bytes)
+    also = quantization_file(settings)
+    draft = FolderDraft(target, files, found.ours, rank=group.rank, num_ranks=group.size)
+    write_folder(
+        draft,
+        found.collection,
+        lambda: {
+            **beside(files, config, None if like is None else Path(like)),
+            **({FILE: as_json(also)} if also is not None else {}),
+        },
+        group=group,
+        task=task,
+    )
+
+
+def check_asked(recipe: object, calibration: object, max_file_bytes: object) -> None:
+    """Raise for what is none of these.
+
+    Raises:
+        ValueError: By name.
+    """
+    check_bytes(max_file_bytes, "max_file_bytes")
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe={recipe!r} must be one, such as Fp8()")
+    if not (calibration is None or isinstance(calibration, Calibration)):
+        raise ValueError(f"calibration={calibration!r} must be a Calibration")
 
 
 def _told(given: Calibration) -> list[list[tuple[str, float]]]:
