@@ -3,8 +3,8 @@
 Ours reads JSON lines, encodes, writes, syncs and publishes, its processes started and its engine
 checked each time; the engine is handed a list of texts in memory. Also against the reference's fast
 tool, which reads the same file and writes the same bytes, as it runs and without its 128 processes.
-Each run has a new tokenizer, so that every pass is a first one: the caches of both engines grow with
-what they have seen. A round is long and nothing is warmed, so there are five.
+Each run has a new tokenizer, so that every pass is a first one: the caches of both engines grow
+with what they have seen. A round is long and nothing is warmed, so there are five.
 """
 
 import filecmp
