@@ -13,6 +13,7 @@ LOOP = ROOT / "docs" / "training_loop.md"  # runs on its own and on two ranks, i
 PACKAGES = [
     "ckpt",
     "data",
+    "data.convert",
     "data.instructions",
     "data.tokenize",
     "export",
