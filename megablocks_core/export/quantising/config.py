@@ -127,7 +127,7 @@ def settings_of(config: Mapping[str, Any], folder: Path) -> Settings | None:
     if (folder / FILE).is_file():
         beside = _settings(read_json(folder / FILE, dict), str(folder / FILE))
     entry = config.get(ENTRY)
-    if entry is None or entry.get("quant_method") not in ("fp8", "modelopt"):
+    if not isinstance(entry, Mapping) or entry.get("quant_method") not in ("fp8", "modelopt"):
         return beside
     # ModelOpt's own flat shape has no size of groups of integers.
     size = beside.recipe.group_size if beside and isinstance(beside.recipe, Int4) else None
