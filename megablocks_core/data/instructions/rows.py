@@ -51,7 +51,7 @@ def blocks(inputs: Sequence[Input], *, block_bytes: int, max_bytes: int) -> Iter
         elif given.format == ROWS:
             yield from _table_blocks(number, given)
         else:
-            yield _whole_block(number, given)
+            yield from _list_blocks(number, given, block_bytes)
 
 
 def refuse_other_formats(inputs: Sequence[Input]) -> None:
@@ -147,19 +147,37 @@ def _table_blocks(number: int, given: Input) -> Iterator[Block]:
         yield Block(given.path, number, first if first > 1 else 0, [], fault, given.size - done)
 
 
-def _whole_block(number: int, given: Input) -> Block:
+def _list_blocks(number: int, given: Input, block_bytes: int) -> Iterator[Block]:
+    """The rows of a list as lines, which travel whatever their depth."""
+    rows, fault = _list(given.path)
+    if fault:
+        yield Block(given.path, number, 0, b"", fault, given.size)
+        return
+    lines, first, done = bytearray(), 1, 0
+    for place, row in enumerate(rows, 1):
+        fault = ""
+        try:
+            lines += json.dumps(row).encode() + b"\n"
+        except RecursionError:
+            fault = "is nested too deeply"
+        if fault or len(lines) >= block_bytes or place == len(rows):
+            through = given.size * place // len(rows)
+            yield Block(given.path, number, first, bytes(lines), fault, through - done)
+            lines, first, done = bytearray(), place + 1, through
+
+
+def _list(path: str) -> tuple[list[Any], str]:
+    """The rows of a file that is a list of them, or why it is none."""
     try:
-        with open(given.path, "rb") as file:
+        with open(path, "rb") as file:
             rows = json.loads(file.read().removeprefix(BOM).decode())
     except UnicodeDecodeError:
-        return Block(given.path, number, 0, [], "is not UTF-8", given.size)
+        return [], "is not UTF-8"
     except RecursionError:
-        return Block(given.path, number, 0, [], "is nested too deeply", given.size)
+        return [], "is nested too deeply"
     except ValueError:
-        return Block(given.path, number, 0, [], "is not JSON", given.size)
-    if not isinstance(rows, list):
-        return Block(given.path, number, 0, [], "is no JSON list of rows", given.size)
-    return Block(given.path, number, 1, rows, "", given.size)
+        return [], "is not JSON"
+    return (rows, "") if isinstance(rows, list) else ([], "is no JSON list of rows")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -97,7 +97,8 @@ def read_preference(row: Any) -> Preference:
     """What a row of ``chosen`` and ``rejected`` says, with or without ``prompt``.
 
     Each is a list of messages, or a string: the one of the user's message in ``prompt``, of the
-    assistant's in the others. Without ``prompt``, it is the messages that both begin with.
+    assistant's in the others. Without ``prompt``, or where both hold it too, it is the messages
+    that both begin with.
 
     Raises:
         BadRow: It is none, or damaged.
@@ -106,16 +107,14 @@ def read_preference(row: Any) -> Preference:
     if not {"chosen", "rejected"} <= given.keys():
         raise BadRow("has no 'chosen' and 'rejected'")
     chosen, rejected = (_turns(given[key], ASSISTANT) for key in ("chosen", "rejected"))
-    if "prompt" in given:
-        prompt = _turns(given["prompt"], "user")
-    elif isinstance(given["chosen"], str) or isinstance(given["rejected"], str):
+    strings = [key for key in ("prompt", "chosen", "rejected") if isinstance(given.get(key), str)]
+    prompt = _turns(given["prompt"], "user") if "prompt" in given else []
+    shared = _shared(chosen, rejected)
+    if not prompt and {"chosen", "rejected"} & set(strings):
         raise BadRow("has no 'prompt'")
-    else:
-        shared = 0
-        for one, other in zip(chosen, rejected, strict=False):
-            if one != other:
-                break
-            shared += 1
+    repeated = chosen[: len(prompt)] == prompt == rejected[: len(prompt)]
+    after_system = strings == ["prompt"] and prompt[0] in chosen[:shared]
+    if not prompt or repeated or after_system:
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if not prompt:
         raise BadRow("has no 'prompt'")
@@ -123,6 +122,12 @@ def read_preference(row: Any) -> Preference:
         if not any(message["role"] == ASSISTANT for message in answer):
             raise BadRow("has an answer without a turn of the assistant")
     return Preference(prompt, chosen, rejected, _tools(given))
+
+
+def _shared(one: list[Message], other: list[Message]) -> int:
+    """How many messages two conversations begin with alike."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _present(row: Any) -> dict[str, Any]:

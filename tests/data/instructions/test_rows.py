@@ -10,6 +10,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megablocks_core.data.instructions import rows
 from megablocks_core.data.instructions.rows import blocks, refuse_other_formats, rows_of
 from megablocks_core.data.tokenize.inputs import find_inputs
 
@@ -39,9 +40,7 @@ def test_every_format_gives_the_rows_by_number(tmp_path, name):
         path.write_bytes(compress(LINES))
     found, bad = read(path)
     assert (found, bad) == (list(enumerate(ROWS, 1)), [])
-    assert len(list(blocks(find_inputs([path]), block_bytes=1 << 10, max_bytes=99))) > 1 or (
-        name == "a.json"
-    )
+    assert len(list(blocks(find_inputs([path]), block_bytes=1 << 10, max_bytes=99))) > 1
 
 
 def test_bad_lines_are_named_and_the_others_read(tmp_path):
@@ -85,9 +84,9 @@ def test_long_lines_are_never_held(tmp_path):
 
 
 def test_fields_that_only_other_rows_have_are_not_there(tmp_path):
-    rows = [{"m": [{"role": "a", "x": 1}]}, {"m": [{"role": "b", "y": None}]}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert [row for _, row in read(tmp_path / "a.parquet")[0]] == [rows[0], {"m": [{"role": "b"}]}]
+    given = [{"m": [{"role": "a", "x": 1}]}, {"m": [{"role": "b", "y": None}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(given), tmp_path / "a.parquet")
+    assert [row for _, row in read(tmp_path / "a.parquet")[0]] == [given[0], {"m": [{"role": "b"}]}]
 
 
 def test_damaged_files_are_bad_rows(tmp_path):
@@ -105,6 +104,22 @@ def test_damaged_files_are_bad_rows(tmp_path):
         else:
             assert len(found) > 100
             assert faults == [(len(found) + 1, "the compressed file is cut short")]
+
+
+def test_a_row_of_a_list_that_is_nested_too_deeply_is_one_bad_row(tmp_path, monkeypatch):
+    (tmp_path / "a.json").write_text('[1, [[2]], "\\ud800", [[3]], 5, [[6]]]')
+    dumps = json.dumps
+
+    def limited(row):
+        if isinstance(row, list):
+            raise RecursionError
+        return dumps(row)
+
+    monkeypatch.setattr(rows.json, "dumps", limited)
+    for block_bytes in (1, 1 << 20):
+        found, bad = read(tmp_path / "a.json", block_bytes)
+        assert found == [(1, 1), (3, "\ud800"), (5, 5)]
+        assert bad == [(line, "is nested too deeply") for line in (2, 4, 6)]
 
 
 def test_files_without_rows_are_refused(tmp_path):

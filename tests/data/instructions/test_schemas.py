@@ -114,6 +114,18 @@ def test_pairs_of_messages_and_of_strings():
     assert read_preference({"chosen": [Q, A], "rejected": [Q, bad]}) == explicit
 
 
+def test_answers_that_hold_the_prompt_hold_it_once():
+    bad = {"role": "assistant", "content": "b"}
+    explicit = read_preference({"prompt": [Q], "chosen": [A], "rejected": [bad]})
+    for prompt in ("q", [Q]):
+        row = {"prompt": prompt, "chosen": [Q, A], "rejected": [Q, bad]}
+        assert read_preference(row) == explicit
+    row = {"prompt": "q", "chosen": [SYSTEM, Q, A], "rejected": [SYSTEM, Q, bad]}
+    assert read_preference(row) == ([SYSTEM, Q], [A], [bad], None)
+    row = {"prompt": [Q], "chosen": [A, Q, A], "rejected": [A, Q, bad]}
+    assert read_preference(row) == ([Q], [A, Q, A], [A, Q, bad], None)
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

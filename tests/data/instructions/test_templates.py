@@ -131,6 +131,12 @@ def test_rows_that_a_template_refuses_are_named():
     refusing = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadRow, match="is refused by the template: roles must alternate"):
         refusing.render([])
+    telling = ChatTemplate("{{ raise_exception(messages[0].content) }}")
+    with pytest.raises(BadRow, match=r"template: a\\x1b\[2J\\ud800$"):
+        telling.render([{"role": "user", "content": "a\x1b[2J\ud800"}])
+    deep = {"role": "user", "content": "q", "more": json.loads('{"a":' * 900 + "1" + "}" * 900)}
+    with pytest.raises(BadRow, match="is nested too deeply"):
+        ChatTemplate(CHATML).render([deep])
     failing = ChatTemplate("{{ messages[0]['content'] + 1 }}")
     with pytest.raises(BadRow, match="is refused by the template"):
         failing.render([{"role": "user", "content": "q"}])
