@@ -2,6 +2,10 @@
 
     megablocks-export hf CHECKPOINT OUT [--config config.json] [--like FOLDER] [--dtype bfloat16]
                          [--max-file-size 5GB] [--entry model] [--allow-nonfinite]
+    megablocks-export quantize CHECKPOINT_OR_FOLDER OUT --recipe fp8 [--calibration FILE]
+                               [--no-kv-cache] [--group-size 128] [--exclude PATTERN]...
+                               [--config config.json] [--like FOLDER] [--dtype bfloat16]
+                               [--max-file-size 5GB] [--entry model]
     megablocks-export verify PATH... [--values]
     megablocks-export diff A B
     megablocks-export calibrate FOLDER --data PREFIX --out FILE [--recipe fp8] [--sequences 512]
@@ -16,15 +20,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from megablocks_core.auto.calibrating import calibrate_folder
 from megablocks_core.auto.checkpoints import checkpoint_to_hf
+from megablocks_core.auto.quantizing import quantize_to_hf
 from megablocks_core.ckpt import CheckpointError
 from megablocks_core.export import verify
 from megablocks_core.export.differing import diff
-from megablocks_core.export.quantising.recipe import RECIPES
+from megablocks_core.export.quantising.calibration import Calibration
+from megablocks_core.export.quantising.recipe import RECIPES, Recipe
 from megablocks_core.files.commands import run_command, say, tell
 from megablocks_core.files.progress import Progress
 
@@ -62,6 +69,25 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--entry", default="model", help="the weights' name, or their average's")
     one.add_argument("--allow-nonfinite", action="store_true", help="write NaN and infinities too")
     one.set_defaults(run=_hf)
+
+    one = commands.add_parser("quantize", help="write a folder of quantised weights")
+    one.add_argument("source", metavar="CHECKPOINT_OR_FOLDER", help="or a Hugging Face folder")
+    one.add_argument("out", metavar="OUT", help="a new or empty folder")
+    one.add_argument("--recipe", choices=RECIPES, required=True, help="the format")
+    one.add_argument("--calibration", metavar="FILE", help="what calibrate wrote: fp8 and nvfp4")
+    one.add_argument("--no-kv-cache", action="store_true", help="fp8 and nvfp4: caches stay wide")
+    one.add_argument("--group-size", type=int, metavar="N", help="int4: of a row; default 128")
+    one.add_argument(
+        "--exclude", action="append", default=[], metavar="PATTERN", help="of modules that stay"
+    )
+    one.add_argument("--config", help="a checkpoint's config.json; default: LIKE's, its own")
+    one.add_argument("--like", metavar="FOLDER", help="copy tokenizer files from there")
+    one.add_argument("--dtype", choices=_DTYPES, help="of all weights, before; default: its own")
+    one.add_argument(
+        "--max-file-size", type=_size, default=5 * 2**30, metavar="SIZE", help="such as 5GB"
+    )
+    one.add_argument("--entry", default="model", help="a checkpoint's weights, or their average")
+    one.set_defaults(run=_quantize)
 
     one = commands.add_parser("verify", help="compare names, shapes and dtypes with config.json")
     one.add_argument("paths", nargs="+", metavar="PATH", help="a Hugging Face folder")
@@ -114,6 +140,44 @@ def _hf(options: argparse.Namespace) -> int:
         progress.close()
     print(options.out)
     return 0
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    progress, given = Progress("quantize"), options.calibration
+    try:
+        quantize_to_hf(
+            options.source,
+            options.out,
+            recipe=_recipe(options),
+            calibration=None if given is None else Calibration.load(given),
+            entry=options.entry,
+            config=options.config,
+            like=options.like,
+            dtype=options.dtype and getattr(torch, options.dtype),
+            max_file_bytes=options.max_file_size,
+            progress=progress.show,
+        )
+    finally:
+        progress.close()
+    print(options.out)
+    return 0
+
+
+def _recipe(options: argparse.Namespace) -> Recipe:
+    """The recipe of a name, with what options say of it.
+
+    Raises:
+        ValueError: An option is one that the recipe does not have.
+    """
+    words: dict[str, Any] = {"exclude": tuple(options.exclude)}
+    if options.no_kv_cache:
+        words["kv_cache"] = False
+    if options.group_size is not None:
+        words["group_size"] = options.group_size
+    try:
+        return RECIPES[options.recipe](**words)
+    except TypeError as error:
+        raise ValueError(f"--recipe {options.recipe} has no {[*words][1:]}") from error
 
 
 def _verify(options: argparse.Namespace) -> int:

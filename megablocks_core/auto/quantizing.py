@@ -1,0 +1,116 @@
+"""A Hugging Face folder, or a training checkpoint, as a folder of quantised weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megablocks_core.auto.sources import described_source, is_hf_folder
+from megablocks_core.export.arguments import folder_of
+from megablocks_core.export.drafting import Slab
+from megablocks_core.export.ours import NamedBox, Visited
+from megablocks_core.export.quantising.calibration import Calibration
+from megablocks_core.export.quantising.recipe import Recipe
+from megablocks_core.export.quantising.saving import (
+    check_asked,
+    nbytes_of_folder,
+    write_quantised,
+)
+from megablocks_core.files import check_new
+
+T = TypeVar("T")
+
+
+def quantize_to_hf(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    recipe: Recipe,
+    calibration: Calibration | None = None,
+    entry: str = "model",
+    config: str | os.PathLike[str] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 2**30,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the weights of a folder, or of a checkpoint, quantised, in one process.
+
+    The files have the bytes that ``save_quantized_hf`` writes of the same model. A few tensors, or
+    slabs of one, are in memory at a time. The folder appears whole or not at all.
+
+    Args:
+        source: A Hugging Face folder, also a quantised one; or a training checkpoint.
+        path: The folder: new, or empty.
+        recipe: The format, and which weights stay as they are.
+        calibration: What data has shown of activations; for ``Fp8`` and ``Nvfp4``.
+        entry: Of a checkpoint, the name of the weights in it.
+        config: Of a checkpoint, the path of the model's ``config.json``.
+        like: A folder whose tokenizer files are copied; default a folder that is the source.
+        dtype: Of all floating-point tensors, before some are quantised.
+        max_file_bytes: A file is closed before it grows beyond this.
+        progress: Called with the bytes looked at and written so far, and in all; until all have
+            been looked at, with those of a plain folder.
+
+    Raises:
+        ValueError: What ``save_quantized_hf`` says. Nothing was written.
+        CheckpointError: A checkpoint is damaged.
+        OSError: The disk is full, or another fault of the file system.
+    """
+    check_asked(recipe, calibration, max_file_bytes)
+    target = Path(os.path.realpath(folder_of(path)))
+    check_new(target)
+    looked_at = 0
+
+    def looked(done: int, total: int) -> None:
+        nonlocal looked_at
+        looked_at = done
+        if progress is not None:
+            progress(done, total)
+
+    found = described_source(
+        source, entry=entry, config=config, like=like, dtype=dtype, progress=looked
+    )
+    if progress is not None:
+        total = looked_at + nbytes_of_folder(recipe, found.wholes)
+        found = replace(found, collection=_Noted(found.collection, progress, looked_at, total))
+    write_quantised(
+        found,
+        target,
+        recipe=recipe,
+        calibration=calibration,
+        like=source if like is None and is_hf_folder(source) else like,
+        max_file_bytes=max_file_bytes,
+        task=f"quantize_to_hf({str(path)!r})",
+    )
+
+
+class _Noted:
+    """What gives boxes, and tells of the bytes of files that have been written of them."""
+
+    def __init__(
+        self, inner: Visited, progress: Callable[[int, int], None], done: int, total: int
+    ) -> None:
+        self._inner, self._progress = inner, progress
+        self._done, self._total = done, total
+
+    def visit(
+        self,
+        wanted: Mapping[int, Iterable[tuple[T, Sequence[NamedBox]]]],
+        consume: Callable[[T, list[Tensor]], None],
+    ) -> None:
+        """Call ``consume(key, values)`` for all that the one process wants, in order."""
+
+        def seen(key: T, values: list[Tensor]) -> None:
+            consume(key, values)
+            if isinstance(key, Slab):
+                self._done += key.nbytes
+                self._progress(self._done, self._total)
+
+        self._inner.visit(wanted, seen)
