@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from math import inf
+from collections.abc import Mapping, Sequence
+from math import inf, prod
 from pathlib import Path
 from typing import Literal
 
@@ -254,6 +254,24 @@ def _written(
             written.append(Written(whole, found.made[whole.name]))
     written += [_one(name, scalar(fp8_scale(amax)), 4) for name, amax in given["cache"].items()]
     return sorted(written, key=lambda one: -one.whole.dtype.itemsize)
+
+
+def nbytes_of_folder(recipe: Recipe, wholes: Sequence[Whole]) -> int:
+    """The bytes of all tensors that are written for those of a plain folder.
+
+    Raises:
+        ValueError: A weight is not of whole groups.
+    """
+    taken = _taken(recipe, {whole.name: whole.shape for whole in wholes})
+    total = 4 * len(cache_scales(one.name for one in wholes)) if recipe.cache_algorithm else 0
+    for whole in wholes:
+        kinds = {whole.name: (whole.shape, whole.dtype)}
+        if whole.name in taken:
+            kinds = schema_of(recipe, whole.name, whole.shape)
+        total += sum(
+            prod(shape) * (dtype or whole.dtype).itemsize for shape, dtype in kinds.values()
+        )
+    return total
 
 
 def _one(name: str, part: Lazy, nbytes: int) -> Written:
