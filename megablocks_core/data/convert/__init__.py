@@ -5,3 +5,4 @@ Loads NumPy only; pyarrow, zstandard and tokenizers come with the format that ne
 
 from megablocks_core.data.convert.converting import ConvertReport as ConvertReport
 from megablocks_core.data.convert.converting import convert as convert
+from megablocks_core.data.convert.documents import BadSource as BadSource

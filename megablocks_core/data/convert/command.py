@@ -8,7 +8,10 @@ import sys
 from dataclasses import asdict
 
 from megablocks_core.data.convert.converting import ConvertReport, convert
+from megablocks_core.data.convert.documents import BadSource
+from megablocks_core.files.commands import say, tell
 
+NAME = "megablocks-data"
 DESCRIPTION = "write the documents of one format in another"
 _FORMATS = "an indexed dataset's prefix, datasets:FOLDER, olmo:PATH or mds:FOLDER"
 
@@ -31,8 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, and say what was written; returns the exit status."""
-    report = convert(
+    """Convert, and say what was written; returns the exit status, 1 for a bad source."""
+    try:
+        report = _convert(options)
+    except BadSource as error:
+        say(NAME, str(error))
+        return 1
+    if options.json:
+        sys.stdout.write(json.dumps(asdict(report)) + "\n")
+        return 0
+    for line in _lines(options.target, report):
+        tell(line)
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> ConvertReport:
+    return convert(
         options.source,
         options.target,
         column=options.column,
@@ -45,11 +62,6 @@ def run(options: argparse.Namespace) -> int:
         compression=options.compression,
         overwrite=options.overwrite,
     )
-    if options.json:
-        sys.stdout.write(json.dumps(asdict(report)) + "\n")
-        return 0
-    sys.stdout.write("".join(line + "\n" for line in _lines(options.target, report)))
-    return 0
 
 
 def _lines(target: str, report: ConvertReport) -> list[str]:

@@ -98,7 +98,8 @@ def convert(
         overwrite: Replace the indexed dataset that is there.
 
     Raises:
-        ValueError: An argument is wrong, or the source is damaged or does not fit the target.
+        BadSource: A ``ValueError``: the source is damaged, or an id does not fit the target.
+        ValueError: An argument is wrong, or the source is of another kind.
         FileExistsError: A dataset stands under the prefix of the target.
         ModuleNotFoundError: A package that the format needs is missing.
         OSError: There is no room, or no permission.

@@ -45,6 +45,10 @@ class Batch(NamedTuple):
             first, start = last, stop
 
 
+class BadSource(ValueError):
+    """A source that is damaged, or whose ids do not fit where they are to be stored."""
+
+
 @dataclass
 class Counts:
     """What a conversion met; ``ConvertReport`` says what each is."""
@@ -80,7 +84,7 @@ def stored_as(tokens: np.ndarray, dtype: np.dtype, place: str) -> np.ndarray:
     """Tokens in another dtype, in which none may wrap.
 
     Raises:
-        ValueError: One does not fit.
+        BadSource: One does not fit.
     """
     if np.can_cast(tokens.dtype, dtype, "safe") or not len(tokens):
         return tokens.astype(dtype, copy=False)
@@ -89,7 +93,7 @@ def stored_as(tokens: np.ndarray, dtype: np.dtype, place: str) -> np.ndarray:
     limits = np.iinfo(dtype)
     for token in (int(tokens.min()), int(tokens.max())):
         if not limits.min <= token <= limits.max:
-            raise ValueError(
+            raise BadSource(
                 f"{place}: token id {token} must be from {limits.min} to {limits.max} to be stored "
                 f"as {dtype.name}"
             )

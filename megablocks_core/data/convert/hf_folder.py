@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megablocks_core.data.convert.documents import Batch, Counts
+from megablocks_core.data.convert.documents import BadSource, Batch, Counts
 from megablocks_core.data.convert.texts import Texts
 from megablocks_core.data.packages import package
 from megablocks_core.files import create_file, read_json, sync_file
@@ -62,7 +62,7 @@ class HFFolder:
                 self._column = _column_of(reader.schema.names, column or self._column, path)
                 found = reader.schema.field(self._column).type
             if kind is not None and found != kind:
-                raise ValueError(f"{path}: its column {self._column!r} is {found}, must be {kind}")
+                raise BadSource(f"{path}: its column {self._column!r} is {found}, must be {kind}")
             kind = found
         self.dtype = self._dtype_of(kind)
 
@@ -71,7 +71,7 @@ class HFFolder:
         for path, column, nbytes in self._columns():
             ids = column.flatten()
             if column.null_count or ids.null_count:
-                raise ValueError(f"{path}: column {self._column!r} has a null, must be ids")
+                raise BadSource(f"{path}: column {self._column!r} has a null, must be ids")
             if self._arrow.types.is_fixed_size_list(column.type):
                 lengths = np.full(len(column), column.type.list_size, np.int64)
             else:
@@ -82,11 +82,11 @@ class HFFolder:
         """The texts of a column of texts."""
         for path, column, nbytes in self._columns():
             if column.null_count:
-                raise ValueError(f"{path}: column {self._column!r} has a null, must be texts")
+                raise BadSource(f"{path}: column {self._column!r} has a null, must be texts")
             try:
                 yield Texts(column.to_pylist(), nbytes)
             except UnicodeDecodeError as error:
-                raise ValueError(f"{path}: column {self._column!r} is not UTF-8: {error}") from None
+                raise BadSource(f"{path}: column {self._column!r} is not UTF-8: {error}") from None
 
     def _columns(self) -> Iterator[tuple[Path, Any, int]]:
         """The column's pieces, and the bytes of each."""
@@ -106,7 +106,7 @@ class HFFolder:
         try:
             return self._arrow.ipc.open_stream(self._arrow.memory_map(os.fspath(path)))
         except self._arrow.ArrowException as error:
-            raise ValueError(f"{path}: is no stream of Arrow that can be read: {error}") from None
+            raise BadSource(f"{path}: is no stream of Arrow that can be read: {error}") from None
 
     def _dtype_of(self, kind: Any) -> np.dtype | None:
         types = self._arrow.types
@@ -179,19 +179,19 @@ def _file_names(state: dict[str, Any], path: Path) -> list[str]:
         if not names or not all(os.path.basename(name) == name for name in names):
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path}: its _data_files must name files beside it") from None
+        raise BadSource(f"{path}: its _data_files must name files beside it") from None
     return names
 
 
 def _whole_size(path: Path) -> int:
     """The size of a stream; one that was cut between two batches would seem to end there."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing")
+        raise BadSource(f"{path} is missing")
     size = path.stat().st_size
     with open(path, "rb") as file:
         file.seek(max(0, size - len(_END)))
         if file.read() != _END:
-            raise ValueError(f"{path}: is cut short, or no stream of Arrow")
+            raise BadSource(f"{path}: is cut short, or no stream of Arrow")
     return size
 
 

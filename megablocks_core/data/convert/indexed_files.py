@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megablocks_core.data.builder import IndexedDatasetBuilder
-from megablocks_core.data.convert.documents import Batch, Counts
+from megablocks_core.data.convert.documents import BadSource, Batch, Counts
 from megablocks_core.data.indexed import IndexedDataset
 
 _DOCUMENTS = 1 << 12  # at a time
@@ -20,14 +20,18 @@ class IndexedSource:
     A document of several sequences is one of all their tokens, and is counted as ``joined``.
 
     Raises:
-        ValueError: It is damaged, or its sequences have modes, which no other format has.
+        BadSource: It is damaged.
+        ValueError: Its sequences have modes, which no other format has.
     """
 
     def __init__(self, prefix: str) -> None:
-        self._dataset = IndexedDataset(prefix)
+        try:
+            self._dataset = IndexedDataset(prefix)
+            self._dataset.verify()
+        except ValueError as error:
+            raise BadSource(str(error)) from None
         if self._dataset.sequence_modes is not None:
             raise ValueError(f"{prefix}.idx: has modes, which no other format can hold")
-        self._dataset.verify()
         self.dtype, self.nbytes = self._dataset.dtype, self._dataset.tokens.nbytes
         manifest = self._dataset.manifest
         self.tokenizer = manifest.tokenizer if manifest else None

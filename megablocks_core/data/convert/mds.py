@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megablocks_core.data.convert.documents import Batch, Counts
+from megablocks_core.data.convert.documents import BadSource, Batch, Counts
 from megablocks_core.data.convert.mds_samples import (
     ARRAY_DTYPES,
     Damaged,
@@ -78,7 +78,7 @@ class MDSFolder:
             lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
             joined = np.concatenate(tokens) if tokens else np.empty(0, self.dtype)
             if joined.dtype != self.dtype:
-                raise ValueError(f"{path}: has ids of {joined.dtype}, must be {self.dtype}")
+                raise BadSource(f"{path}: has ids of {joined.dtype}, must be {self.dtype}")
             yield Batch(joined, lengths, nbytes)
 
     def texts(self) -> Iterator[Texts]:
@@ -87,7 +87,7 @@ class MDSFolder:
             try:
                 yield Texts([bytes(value).decode() for value in values], nbytes)
             except UnicodeDecodeError as error:
-                raise ValueError(f"{path}: column {self._column!r} is not UTF-8: {error}") from None
+                raise BadSource(f"{path}: column {self._column!r} is not UTF-8: {error}") from None
 
     def _values(self) -> Iterator[tuple[Path, int, list[memoryview]]]:
         """The column of each shard's samples."""
@@ -99,7 +99,7 @@ class MDSFolder:
                 data = memoryview(self._read(shard))
                 yield path, path.stat().st_size, list(columns(data, samples, sizes, at))
             except Damaged as error:
-                raise ValueError(f"{path}: {error}") from None
+                raise BadSource(f"{path}: {error}") from None
 
     def _ids(self, path: Path, value: memoryview) -> np.ndarray:
         try:
@@ -110,7 +110,7 @@ class MDSFolder:
                 raise Damaged(f"has a sample of {len(value)} bytes, no whole number of tokens")
             return np.frombuffer(value, self._bytes_dtype)
         except Damaged as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise BadSource(f"{path}: {error}") from None
 
     def _dtype_of_first(self) -> np.dtype | None:
         if self._kind == "str":
@@ -139,7 +139,7 @@ class MDSFolder:
                 raise ValueError(f"{self._index}: {text}")
             kind = encodings[names.index(found)]
         except (KeyError, TypeError, AttributeError, IndexError):
-            raise ValueError(f"{self._index}: does not describe its shards") from None
+            raise BadSource(f"{self._index}: does not describe its shards") from None
         base, *given = kind.split(":")
         if base not in ("ndarray", "bytes", "str") or (given and given[0] not in ARRAY_DTYPES):
             raise ValueError(
@@ -154,12 +154,12 @@ class MDSFolder:
                 said = shard[key]
                 name = said["basename"] if said else ""
             except (KeyError, TypeError):
-                raise ValueError(f"{self._index}: does not describe its shards") from None
+                raise BadSource(f"{self._index}: does not describe its shards") from None
             if name and os.path.basename(name) != name:
-                raise ValueError(f"{self._index}: {name!r} must be a file beside it")
+                raise BadSource(f"{self._index}: {name!r} must be a file beside it")
             if name and (self._folder / name).is_file():
                 return self._folder / name, said
-        raise ValueError(f"{self._folder / shard['raw_data']['basename']} is missing")
+        raise BadSource(f"{self._folder / shard['raw_data']['basename']} is missing")
 
     def _read(self, shard: dict[str, Any]) -> bytes:
         """The plain bytes of a shard, checked by all the hashes that are said."""
@@ -263,10 +263,10 @@ def _hash(kind: str, data: bytes) -> str | None:
 
 def _refuse_changed(path: Path, data: bytes, said: dict[str, Any]) -> None:
     if len(data) != said["bytes"]:
-        raise ValueError(f"{path}: holds {len(data)} bytes, must hold {said['bytes']}")
+        raise BadSource(f"{path}: holds {len(data)} bytes, must hold {said['bytes']}")
     for kind, expected in (said.get("hashes") or {}).items():
         if (found := _hash(kind, data)) not in (None, expected):
-            raise ValueError(f"{path}: has the {kind} {found}, must have {expected}")
+            raise BadSource(f"{path}: has the {kind} {found}, must have {expected}")
 
 
 def _decompressed(path: Path, data: bytes, compression: str, size: int) -> bytes:
@@ -284,5 +284,5 @@ def _decompressed(path: Path, data: bytes, compression: str, size: int) -> bytes
     except ModuleNotFoundError:
         raise
     except Exception as error:  # each of the three has its own
-        raise ValueError(f"{path}: cannot be decompressed: {error}") from None
+        raise BadSource(f"{path}: cannot be decompressed: {error}") from None
     raise ValueError(f"{path}: compression {compression!r} must be zstd, gz or bz2")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megablocks_core.data.convert.documents import RUN, Batch, Counts
+from megablocks_core.data.convert.documents import RUN, BadSource, Batch, Counts
 from megablocks_core.files import create_file, sync_file
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64")
@@ -159,9 +159,9 @@ def _checked_size(path: Path, dtype: np.dtype) -> int:
     size = path.stat().st_size
     with open(path, "rb") as file:
         if file.read(len(_HEADER)) == _HEADER:
-            raise ValueError(f"{path}: has a header of NumPy, of which files of OLMo have none")
+            raise BadSource(f"{path}: has a header of NumPy, of which files of OLMo have none")
     if size % dtype.itemsize:
-        raise ValueError(f"{path}: holds {size} bytes, no whole number of tokens of {dtype.name}")
+        raise BadSource(f"{path}: holds {size} bytes, no whole number of tokens of {dtype.name}")
     return size
 
 
@@ -181,7 +181,7 @@ def _by_lines(tokens: np.ndarray, path: Path) -> Iterator[Batch]:
     start, ends, last = 0, [], 0
     for number, (begin, end) in enumerate(_spans(path), 1):
         if begin != last or not begin <= end <= len(tokens):
-            raise ValueError(
+            raise BadSource(
                 f"{path}:{number} has the document {begin} to {end}, must go on at {last} within "
                 f"{len(tokens)} tokens"
             )
@@ -193,7 +193,7 @@ def _by_lines(tokens: np.ndarray, path: Path) -> Iterator[Batch]:
     if ends:
         yield _batch(tokens, start, np.array(ends))
     if last != len(tokens):
-        raise ValueError(f"{path}: ends at token {last}, must end at {len(tokens)}")
+        raise BadSource(f"{path}: ends at token {last}, must end at {len(tokens)}")
 
 
 def _spans(path: Path) -> Iterator[tuple[int, int]]:
@@ -204,9 +204,9 @@ def _spans(path: Path) -> Iterator[tuple[int, int]]:
                 begin, end = line.split(",")[:2]
                 yield int(begin), int(end)
     except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is damaged after line {number}: {error}") from None
+        raise BadSource(f"{path}: is damaged after line {number}: {error}") from None
     except ValueError:
-        raise ValueError(f"{path}:{number} must begin with start,end") from None
+        raise BadSource(f"{path}:{number} must begin with start,end") from None
 
 
 def _batch(tokens: np.ndarray, start: int, ends: np.ndarray) -> Batch:

@@ -3,6 +3,8 @@
 import argparse
 import json
 
+import pytest
+
 from megablocks_core.data.convert import command
 
 from .conftest import contents, documents, write
@@ -49,3 +51,14 @@ def test_texts_are_encoded(tmp_path, capsys):
     assert run(source, tmp_path / "x", *options) == 0
     assert documents(tmp_path / "x") == [[*b"ab", 256]]
     assert "1 empty texts gave no document" in capsys.readouterr().out
+
+
+def test_a_bad_source_is_said_in_a_line_with_status_1(tmp_path, capsys):
+    (tmp_path / "a.npy").write_bytes(b"\1\0\2")
+    options = ("--source-dtype", "uint16", "--eos", 0)
+    assert run(f"olmo:{tmp_path / 'a.npy'}", tmp_path / "x", *options) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"megablocks-data: {tmp_path / 'a.npy'}: holds 3 bytes, no whole")
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    with pytest.raises(ValueError, match="eos=70000 must be an id"):
+        run(f"olmo:{tmp_path / 'a.npy'}", tmp_path / "x", *options[:-1], 70000)
