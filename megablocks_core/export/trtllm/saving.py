@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -51,8 +52,9 @@ def save_trtllm(
     all.
 
     The head is written also where it is tied. Its rows, and those of the embeddings, are made a
-    multiple of ``tp``: rows that are added to the head equal its first, so that none can win over
-    it, and ``vocab_size`` in ``config.json`` stays the real one, beyond which a runtime cuts off.
+    multiple of ``tp``: rows that are added to the head are a mean of its first ones, whose logit
+    is never the largest, and ``vocab_size`` in ``config.json`` stays the real one, beyond which a
+    runtime cuts logits off.
 
     Args:
         model: Llama, Mistral without a window, Qwen2, Qwen3, their mixtures (Mixtral, Qwen3-MoE),
@@ -83,11 +85,7 @@ def save_trtllm(
         target = target_of(model, path, group=group, task=task)
         with together(task, group=group):
             ranks = Mapping(tp, pp, moe_tp, moe_ep)
-            if dtype is not None and dtype not in DTYPES:
-                served = ", ".join(map(str, DTYPES))
-                raise ValueError(f"dtype={dtype!r} must be one of {served}")
-            if not (calibration is None or isinstance(calibration, Calibration)):
-                raise ValueError(f"calibration={calibration!r} must be a Calibration")
+            check_asked(calibration, dtype)
         told = None if calibration is None else _told(calibration)
         found = described(
             model,
@@ -98,20 +96,61 @@ def save_trtllm(
             like=like,
             vocab_size=vocab_size,
         )
-        with together(task, group=group):
-            own = model_of(found.config)
-            check_fit(own, ranks)
-            check_recipe(recipe, calibration, own)
-            chosen = _dtype(found) if dtype is None else dtype
-            config_of(own, ranks, chosen, {})
-        scales = scales_of(recipe, found, calibration, group=group, task=task)
-        with together(task, group=group):
-            pieces = [tensors(own, found.made, one, chosen, scales) for one in ranks.places]
-            config = config_of(own, ranks, chosen, entry_of(recipe, pieces))
-            files = _files(pieces)
-        draft = FolderDraft(target, files, found.ours, rank=group.rank, num_ranks=group.size)
-        beside = {"config.json": as_json(config)}
-        write_folder(draft, found.collection, lambda: beside, group=group, task=task)
+        write_trtllm(
+            found,
+            target,
+            ranks=ranks,
+            recipe=recipe,
+            calibration=calibration,
+            dtype=dtype,
+            group=group,
+            task=task,
+        )
+
+
+def write_trtllm(
+    found: Described,
+    target: Path,
+    *,
+    ranks: Mapping,
+    recipe: Recipe | None,
+    calibration: Calibration | None,
+    dtype: torch.dtype | None,
+    group: Group = LOCAL,
+    task: str,
+) -> None:
+    """Write the checkpoint of a model that has been described; every rank calls it.
+
+    Raises:
+        ValueError: What ``save_trtllm`` says of the family, the mapping and the recipe.
+    """
+    with together(task, group=group):
+        own = model_of(found.config)
+        check_fit(own, ranks)
+        check_recipe(recipe, calibration, own)
+        chosen = _dtype(found) if dtype is None else dtype
+        config_of(own, ranks, chosen, {})
+    scales = scales_of(recipe, found, calibration, group=group, task=task)
+    with together(task, group=group):
+        pieces = [tensors(own, found.made, one, chosen, scales) for one in ranks.places]
+        config = config_of(own, ranks, chosen, entry_of(recipe, pieces))
+        files = _files(pieces)
+    draft = FolderDraft(target, files, found.ours, rank=group.rank, num_ranks=group.size)
+    beside = {"config.json": as_json(config)}
+    write_folder(draft, found.collection, lambda: beside, group=group, task=task)
+
+
+def check_asked(calibration: object, dtype: object) -> None:
+    """Raise for what is none of these.
+
+    Raises:
+        ValueError: By name.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        served = ", ".join(map(str, DTYPES))
+        raise ValueError(f"dtype={dtype!r} must be one of {served}")
+    if not (calibration is None or isinstance(calibration, Calibration)):
+        raise ValueError(f"calibration={calibration!r} must be a Calibration")
 
 
 def _told(given: Calibration) -> list[list[tuple[str, float]]]:

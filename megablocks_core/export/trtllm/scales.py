@@ -60,7 +60,8 @@ class Scales:
             return name not in self.excluded
         found = {source in self.taken for source in sources}
         if len(found) > 1:
-            raise ValueError(f"recipe must take all of {list(sources)}, or none: they share a factor")
+            names = ", ".join(sources)
+            raise ValueError(f"recipe must take all of {names}, or none: they share a factor")
         return True in found
 
     def linear(

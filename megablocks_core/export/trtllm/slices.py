@@ -19,6 +19,9 @@ from megablocks_core.export.operations import (
 )
 from megablocks_core.files.safetensors import DTYPE_CODES
 
+# Of how many rows a mean is.
+_SOME = 16
+
 
 def shape_of(tensor: Lazy) -> Shape:
     """The shape of the whole."""
@@ -69,8 +72,8 @@ def with_zeros(whole: Lazy, rows: int) -> Lazy:
     return padded if rows > before else whole
 
 
-def with_copies(whole: Lazy, rows: int) -> Lazy:
-    """A matrix with more rows, all like its first."""
+def with_means(whole: Lazy, rows: int) -> Lazy:
+    """A matrix with more rows, each the mean of its first ones."""
     before, *inner = shape_of(whole)
     if rows == before:
         return whole
@@ -80,7 +83,9 @@ def with_copies(whole: Lazy, rows: int) -> Lazy:
         count = (box[0].stop - box[0].start) - (last - first)
         found = [whole[(slice(first, last), *box[1:])]] if first < last else []
         if count or not found:
-            found.append(whole[(slice(0, 1), *box[1:])].repeat(count, *[1] * len(inner)))
+            some = whole[(slice(0, min(before, _SOME)), *box[1:])]
+            mean = some.double().mean(0, keepdim=True).to(some.dtype)
+            found.append(mean.repeat(count, *[1] * len(inner)))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     return View((rows, *inner), whole.get_dtype(), read)

@@ -26,7 +26,7 @@ from megablocks_core.export.trtllm.slices import (
     part,
     shape_of,
     transposed,
-    with_copies,
+    with_means,
     with_zeros,
 )
 
@@ -115,14 +115,14 @@ class _Rank:
         return found
 
     def _head(self, embedding: str) -> Piece:
-        """The head, cut by rows; rows that are added equal the first.
+        """The head, cut by rows; rows that are added are a mean of the first ones.
 
-        So none has a larger logit than the first token, which an argmax prefers; rows of zeros
-        would win where all other logits are below 0.
+        Their logit is the mean of those of the first tokens, and no mean is above the largest.
+        Rows of zeros would win where all other logits are below 0.
         """
         whole = self.weights.get(_HEAD, self.weights[embedding])
         rows = padded_vocab(self.model, self.tp)
-        return self._plain(_HEAD, cut(with_copies(whole, rows), self.index, self.tp))
+        return self._plain(_HEAD, cut(with_means(whole, rows), self.index, self.tp))
 
     def _norm(self, source: str, ours: str) -> list[Piece]:
         found = []
