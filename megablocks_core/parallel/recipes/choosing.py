@@ -116,7 +116,8 @@ class Recipes:
         that scales are those of one process. Groups are made here: every rank must call this.
 
         Args:
-            model: Its layers are ``recipes.emulated_linear_factory``'s or Transformer Engine's.
+            model: Its layers are ``recipes.emulated_linear_factory``'s, ``emulated_experts``'s of
+                ``layers.moe.experts`` or Transformer Engine's.
             mesh: The groups; without it each layer keeps its ``amax_group``.
 
         Returns:
@@ -134,7 +135,7 @@ class Recipes:
         if plain:
             raise ValueError(
                 f"layers {plain} must have a recipe to set: build the model with linear= and "
-                "experts= of parallel.transformer_engine, or linear=emulated_linear_factory"
+                "experts= of Transformer Engine, or emulated_linear_factory and emulated_experts"
             )
         chosen = [layers[name] for name, choice in choices.items() if choice.recipe is not None]
         groups: dict[bool, Any] = {}

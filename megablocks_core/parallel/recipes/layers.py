@@ -25,9 +25,9 @@ from megablocks_core.groups import (
 )
 from megablocks_core.parallel.checks import check_choice
 from megablocks_core.parallel.counter import key_of
+from megablocks_core.parallel.recipes.emulated import Emulated, check_cut, columns_of
 from megablocks_core.parallel.recipes.emulation import Engine, emulated_linear
-from megablocks_core.parallel.recipes.recipe import Recipe, check_recipe
-from megablocks_core.parallel.recipes.rounding import Columns, block_length
+from megablocks_core.parallel.recipes.recipe import Recipe
 from megablocks_core.parallel.recipes.state import DrawState, State, state_for
 from megablocks_core.parallel.tensor.adapters import with_adapters
 from megablocks_core.parallel.tensor.linear import (
@@ -73,71 +73,34 @@ def emulated_linear_factory(
     )
 
 
-class EmulatedLinear(nn.Module):
-    """What both layers share: a recipe, and its state as the child ``fp8`` if it has one."""
+class EmulatedLinear(Emulated):
+    """What both layers share."""
 
     weight: nn.Parameter
     spec: ShardSpec
     group: Group
     adds_adapters = True  # in the model's own dtype
-    _recipe: Recipe | None = None
-    _amax_group: Group | None = None
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """How operands are rounded; ``None``: not at all.
-
-        A recipe that differs from the one before starts with a fresh state.
-
-        Raises:
-            ValueError: When set: it is no recipe, or the layer is cut inside its blocks.
-        """
-        return self._recipe
-
-    @recipe.setter
-    def recipe(self, recipe: Recipe | None) -> None:
-        if recipe is not None:
-            check_recipe("recipe", recipe)
-            self._check(recipe)
-        if recipe != self._recipe:
-            self._modules.pop("fp8", None)
-            state = state_for(recipe, device=self.weight.device)
-            if state is not None:
-                self.fp8 = state
-        self._recipe = recipe
-
-    @property
-    def amax_group(self) -> Group:
-        """The ranks whose shares of input, weight and gradient are one tensor each.
-
-        Default the layer's own group.
-        """
-        return self.group if self._amax_group is None else self._amax_group
-
-    @amax_group.setter
-    def amax_group(self, group: Group) -> None:
-        self._amax_group = group
-
-    def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
-        """As the layer without a recipe; what the recipe keeps is fresh too."""
-        super().reset_parameters(seed, prefix)  # type: ignore[misc]
-        if self._state is not None:
-            self._state.reset()
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        assert self._recipe is not None
+        assert self.recipe is not None
         return emulated_linear(
             x,
             weight,
-            recipe=self._recipe,
+            recipe=self.recipe,
             state=self._state,
             amax_group=self.amax_group,
-            columns=self._columns(),
+            columns=columns_of(self.spec, self.weight),
             engine=self._engine(),
         )
 
+    def _own_group(self) -> Group:
+        return self.group
+
     def _check(self, recipe: Recipe) -> None:
-        _check_cut(self.spec, self.weight.shape[self.spec.dim], recipe)
+        check_cut(self.spec, self.weight.shape[self.spec.dim], recipe)
+
+    def _new_state(self, recipe: Recipe) -> State | None:
+        return state_for(recipe, device=self.weight.device)
 
     def _engine(self) -> Engine | None:
         """What computes the products, if not plain ones."""
@@ -152,21 +115,6 @@ class EmulatedLinear(nn.Module):
     def _state(self) -> State | None:
         return self._modules.get("fp8")  # type: ignore[return-value]
 
-    def _columns(self) -> Columns | None:
-        """The numbers of the output features here."""
-        if self.group.size == 1 or self.spec.dim == 1:
-            return None
-        count = self.spec.whole_length(self.weight.shape[0])
-        device = self.weight.device
-        held = [
-            torch.arange(part.start, part.stop, device=device) for part in self.spec.ranges(count)
-        ]
-        return Columns(torch.cat(held), count)
-
-    def extra_repr(self) -> str:
-        """What the layer without a recipe says, and the recipe."""
-        return f"{super().extra_repr()}, recipe={self._recipe}"
-
 
 class EmulatedColumnLinear(EmulatedLinear, ColumnParallelLinear):
     """``ColumnParallelLinear`` with rounded products, once it has a ``recipe``.
@@ -177,7 +125,7 @@ class EmulatedColumnLinear(EmulatedLinear, ColumnParallelLinear):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """``x W^T + b``: this rank's features, or all if gathered."""
-        if self._recipe is None:
+        if self.recipe is None:
             return super().forward(x_TI)
         group = self.group
         cut = self.sequence_parallel and group.size > 1
@@ -212,7 +160,7 @@ class EmulatedRowLinear(EmulatedLinear, RowParallelLinear):
 
     def forward(self, x_Ti: Tensor) -> Tensor:
         """``x W^T + b``: whole, or this rank's tokens of it."""
-        if self._recipe is None:
+        if self.recipe is None:
             return super().forward(x_Ti)
         group, bias = self.group, self.bias
         if group.size > 1 and not self.input_is_parallel:
@@ -227,21 +175,3 @@ class EmulatedRowLinear(EmulatedLinear, RowParallelLinear):
         else:
             y_TO = reduce_from(y_TO, group=group)
         return y_TO if bias is None else y_TO + bias.to(y_TO.dtype)
-
-
-def _check_cut(spec: ShardSpec, held: int, recipe: Recipe) -> None:
-    """Raise on every rank if a block of any rank's share would be another one in the whole."""
-    length, group = block_length(recipe), spec.group
-    if length == 1 or group.size == 1:
-        return
-    whole = spec.whole_length(held)
-    for rank in range(group.size):
-        *others, last = spec.ranges(whole, rank)
-        ends = [last.start] + [end for part in others for end in (part.start, part.stop)]
-        if last.stop != whole:
-            ends.append(last.stop)
-        if any(end % length for end in ends):
-            raise ValueError(
-                f"recipe={recipe} has blocks of {length}, which must lie on one rank each: "
-                f"the cuts of dimension {spec.dim} over {group.size} ranks are at {ends}"
-            )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megablocks_core.groups import LOCAL, Group, ShardSpec, mark
 from megablocks_core.numbers.formats import E4M3, E5M2, Float
 from megablocks_core.numbers.scaling import delayed_scale
 from megablocks_core.parallel.recipes.recipe import NVFP4, DelayedScaling, Recipe
@@ -60,7 +61,8 @@ class ScaleState(State):
 
     Args:
         length: L.
-        num_products: How many.
+        num_products: How many, here; of experts one an expert.
+        group: Ranks that share the products, in order.
         device: Of the buffers.
     """
 
@@ -70,7 +72,12 @@ class ScaleState(State):
     amax_history_bwd: Tensor
 
     def __init__(
-        self, length: int, num_products: int = 1, *, device: torch.device | str | None = None
+        self,
+        length: int,
+        num_products: int = 1,
+        *,
+        group: Group = LOCAL,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         place: dict[str, Any] = {"device": device, "dtype": torch.float32}
@@ -79,6 +86,9 @@ class ScaleState(State):
             self.register_buffer(f"scale_{direction}", torch.empty(count, **place))
             history_LN = torch.empty(length, count, **place)
             self.register_buffer(f"amax_history_{direction}", history_LN)
+            if group.size > 1:
+                mark(self, f"scale_{direction}", ShardSpec(0, group), expert=True)
+                mark(self, f"amax_history_{direction}", ShardSpec(1, group), expert=True)
         self.reset()
 
     @torch.no_grad()
@@ -96,19 +106,32 @@ class DelayedState(ScaleState):
 
     Args:
         recipe: What makes the scales.
+        num_products: P, as of ``ScaleState``.
+        group: The same.
         device: Of the buffers.
     """
 
-    def __init__(self, recipe: DelayedScaling, *, device: torch.device | str | None = None) -> None:
-        super().__init__(recipe.amax_history_len, device=device)
+    def __init__(
+        self,
+        recipe: DelayedScaling,
+        num_products: int = 1,
+        *,
+        group: Group = LOCAL,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(recipe.amax_history_len, num_products, group=group, device=device)
         self.recipe = recipe
 
+    def forward_scales(self) -> Tensor:
+        """The scales [P 2] of inputs and weights, as they are."""
+        return self.scale_fwd.view(-1, 3)[:, :2].clone()
+
     def step_forward(self, amaxes: Tensor) -> Tensor:
-        """The scales [2] of this step's input and weight; their ``amaxes`` make the next."""
+        """The same, of this step; its ``amaxes`` [P 2] make the next ones."""
         return _step(self.scale_fwd, self.amax_history_fwd, amaxes, self.recipe, E4M3)
 
     def step_backward(self, amaxes: Tensor) -> Tensor:
-        """The same for the gradient of the output [1]."""
+        """The scales of the gradients of outputs [P 1], by their ``amaxes``."""
         to = E5M2 if self.recipe.format == "hybrid" else E4M3
         return _step(self.scale_bwd, self.amax_history_bwd, amaxes, self.recipe, to)
 
@@ -135,10 +158,23 @@ class DrawState(State):
         return number
 
 
-def state_for(recipe: Recipe | None, *, device: torch.device | str | None = None) -> State | None:
-    """What a layer must keep for a recipe; nothing for most."""
+def state_for(
+    recipe: Recipe | None,
+    *,
+    num_products: int = 1,
+    group: Group = LOCAL,
+    device: torch.device | str | None = None,
+) -> State | None:
+    """What a layer must keep for a recipe; nothing for most.
+
+    Args:
+        recipe: The layer's.
+        num_products: How many products with scales of their own it computes; one an expert.
+        group: Ranks that share the products, in order.
+        device: Of the buffers.
+    """
     if isinstance(recipe, DelayedScaling):
-        return DelayedState(recipe, device=device)
+        return DelayedState(recipe, num_products, group=group, device=device)
     if isinstance(recipe, NVFP4) and recipe.stochastic_rounding:
         return DrawState(device=device)
     return None
@@ -147,9 +183,9 @@ def state_for(recipe: Recipe | None, *, device: torch.device | str | None = None
 def _step(
     scales: Tensor, history: Tensor, amaxes: Tensor, recipe: DelayedScaling, to: Float
 ) -> Tensor:
-    count = len(amaxes)
-    now = scales[:count].clone()
-    history[0, :count] = amaxes
+    products, count = amaxes.shape
+    now = scales.view(products, -1)[:, :count].clone()
+    history[0].view(products, -1)[:, :count] = amaxes
     amax = history.amax(0) if recipe.amax_algorithm == "max" else history[0].clone()
     history.copy_(history.roll(-1, 0))
     history[0] = 0.0

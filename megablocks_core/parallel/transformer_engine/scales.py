@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megablocks_core.groups import LOCAL, Group, ShardSpec, mark
+from megablocks_core.groups import LOCAL, Group
 from megablocks_core.parallel.recipes.state import ScaleState
 
 # Where a module of Transformer Engine keeps them: key of ``fp8_meta`` and attribute.
@@ -24,7 +24,7 @@ class Scales(ScaleState):
 
     Args:
         length: L.
-        num_products: Here; of experts one an expert.
+        num_products: How many, here; of experts one an expert.
         group: Ranks that share the products, in order.
         device: Of the buffers.
     """
@@ -37,12 +37,8 @@ class Scales(ScaleState):
         group: Group = LOCAL,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(length, num_products, device=device)
+        super().__init__(length, num_products, group=group, device=device)
         self.length = length
-        if group.size > 1:
-            for name in _HOMES:
-                dim = 0 if name.startswith("scale") else 1
-                mark(self, name, ShardSpec(dim, group), expert=True)
 
     def reset_parameters(self, seed: int | None = None, prefix: str = "") -> None:
         """Start anew, whatever the seed."""

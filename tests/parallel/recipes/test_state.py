@@ -18,7 +18,7 @@ from megablocks_core.parallel.recipes.state import DelayedState, DrawState, stat
 def steps(recipe, amaxes):
     """The scale of an input at each step."""
     state = DelayedState(recipe)
-    return [state.step_forward(torch.tensor([amax, 1.0]))[0].item() for amax in amaxes]
+    return [state.step_forward(torch.tensor([[amax, 1.0]]))[0, 0].item() for amax in amaxes]
 
 
 def test_a_step_uses_the_scale_of_the_one_before():
@@ -37,8 +37,8 @@ def test_margin_and_format():
     assert steps(DelayedScaling(margin=2), [1.0, 1.0]) == [1.0, 112.0]
     for name, largest in (("hybrid", 57344.0), ("e4m3", 448.0)):
         state = DelayedState(DelayedScaling(format=name))
-        state.step_backward(torch.tensor([1.0]))
-        assert state.step_backward(torch.tensor([1.0])) == largest
+        state.step_backward(torch.tensor([[1.0]]))
+        assert state.step_backward(torch.tensor([[1.0]])) == largest
 
 
 @pytest.mark.parametrize("amax", [0.0, torch.inf, torch.nan])
@@ -56,7 +56,7 @@ def test_names_and_shapes_are_those_of_transformer_engine():
         "amax_history_bwd": (5, 2),
     }
     for amax in (3.0, 9.0):
-        state.step_forward(torch.tensor([amax, 1.0]))
+        state.step_forward(torch.tensor([[amax, 1.0]]))
     assert state.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 3.0, 9.0]
 
 
@@ -64,16 +64,16 @@ def test_steps_go_on_from_a_checkpoint_bit_for_bit():
     recipe = DelayedScaling(amax_history_len=4)
     first, second = DelayedState(recipe), DelayedState(recipe)
     for amax in (3.0, 9.0, 2.0):
-        first.step_forward(torch.tensor([amax, amax]))
-        first.step_backward(torch.tensor([amax]))
+        first.step_forward(torch.tensor([[amax, amax]]))
+        first.step_backward(torch.tensor([[amax]]))
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
     second.load_state_dict(torch.load(file))
     for amax in (1.0, 0.5, 7.0, 0.1):
         for state in (first, second):
-            state.step_forward(torch.tensor([amax, 2 * amax]))
-            state.step_backward(torch.tensor([amax]))
+            state.step_forward(torch.tensor([[amax, 2 * amax]]))
+            state.step_backward(torch.tensor([[amax]]))
         assert all(
             torch.equal(a, b)
             for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)

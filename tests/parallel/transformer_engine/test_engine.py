@@ -1,6 +1,7 @@
 """An engine is handed its parameters at a call, and holds none between calls."""
 
 import pickle
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -80,6 +81,7 @@ def test_one_module_a_step_moves_the_histories_of_backward_on(te):
             y.square().sum().backward()
     moved = [call.kwargs["forward"] for call in update.call_args_list]
     assert moved.count(False) == steps
+    layer: Any
     for layer in layers:
         # The newest step lies in the last row, behind it the one before.
         history = layer.scales.amax_history_bwd[:, 0]

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.layers.moe.dispatch import Dispatched
+from megablocks_core.layers.moe.experts.by_products import by_products
 from megablocks_core.layers.moe.experts.experts import GroupedExperts
-from megablocks_core.layers.moe.experts.places import host_counts, starts_of
 from megablocks_core.parallel.transformer_engine.grouped_linear import (
-    Alignment,
     grouped_engine,
     multiple_of,
     unstacked,
@@ -109,37 +108,18 @@ class TransformerEngineExperts(GroupedExperts, LowPrecision):
         Raises:
             ValueError: ``x`` has another number of features, or adapters were added.
         """
-        x_MH, width = dispatched.x, self.hidden_size
-        if x_MH.shape[-1] != width:
-            raise ValueError(f"x of shape {list(x_MH.shape)} must be [M {width}]")
         if any(not adapter.merged for adapter in self.stack_adapters.values()):
             raise ValueError("adapters must be merged: Transformer Engine's experts serve none")
-        counts = host_counts(dispatched)
-        filled_n = _filled(dispatched, counts)
-        aligned = Alignment(counts, multiple_of(self.recipe), x_MH.device)
-        x_nH = aligned.padded(x_MH[dispatched.rows[filled_n]])
-        gate_nI = self._product("gate", x_nH, aligned) if self.gate_proj is not None else None
-        h_nI = self.formula.activation.forward(gate_nI, self._product("up", x_nH, aligned))
-        weights_n1 = dispatched.weights[filled_n].unsqueeze(-1)
-        h_nI = (h_nI * aligned.padded(weights_n1)).to(h_nI.dtype)
-        y_nH = aligned.taken(self._product("down", h_nI, aligned))
-        down_bias_EH = self._projections().down_bias
-        if down_bias_EH is not None:
-            experts_n = torch.repeat_interleave(
-                torch.tensor(counts, device=x_MH.device), output_size=len(filled_n)
-            )
-            y_nH = y_nH + (weights_n1 * down_bias_EH[experts_n]).to(y_nH.dtype)
-        y_NH = y_nH.new_zeros(len(dispatched.rows), width)
-        return y_NH.index_copy(0, filled_n, y_nH)
+        return by_products(self, dispatched, self._product, multiple=multiple_of(self.recipe))
 
-    def _product(self, name: str, x: Tensor, aligned: Alignment) -> Tensor:
+    def _product(self, name: str, x: Tensor, counts: list[int]) -> Tensor:
         engine = self.engines[name]
         bias = getattr(self, f"{name}_bias") if engine.options["bias"] else None
         scales = None if self.scales is None else self.scales[f"{name}_proj"]
         return engine(
             unstacked(getattr(self, f"{name}_proj"), bias),
             x,
-            aligned.counts,
+            counts,
             recipe=self.recipe,
             amax_group=self.amax_group,
             scales=scales,
@@ -153,14 +133,3 @@ class TransformerEngineExperts(GroupedExperts, LowPrecision):
                 for name in self.engines
             }
         )
-
-
-def _filled(dispatched: Dispatched, counts: list[int]) -> Tensor:
-    """The places that are not empty, in order [n]."""
-    device = dispatched.rows.device
-    if dispatched.capacity is None:
-        return torch.arange(sum(counts), device=device)
-    held = torch.tensor(counts, device=device)
-    first = torch.tensor(starts_of(dispatched, counts), device=device)
-    shift = (first - held.cumsum(0) + held).repeat_interleave(held, output_size=sum(counts))
-    return torch.arange(sum(counts), device=device) + shift
