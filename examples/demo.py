@@ -6,9 +6,9 @@
 Two ranks train a mixture of experts, tensor- and expert-parallel, and are killed with SIGKILL; two
 data-parallel ranks, each with all experts and half of the optimizer's state, go on from the last
 checkpoint; the last one becomes a folder in Hugging Face's format, which is opened again, here and
-in transformers where that is installed, and compared; the model writes a few lines; a report tells
-the rest. Other options are those of
-pretrain_MODEL.py, which trains; the results lie in out/demo.
+in transformers where that is installed, and compared; the same model is written in each format of
+an inference server; the model writes a few lines; a report tells the rest. Other options are those
+of pretrain_MODEL.py, which trains; the results lie in out/demo.
 """
 
 import argparse
@@ -26,14 +26,16 @@ from pathlib import Path
 
 import torch
 
-from megablocks_core import ckpt, data
+from megablocks_core import ckpt, data, export
 from megablocks_core.auto import decoder_from_hf
 from megablocks_core.export.differing import diff
+from megablocks_core.export.quantising import Fp8, Fp8Blocks, Int4, Int8, Nvfp4
 from megablocks_core.layers import Decoder
 from megablocks_core.train import add_to_summary, read_run
 from megablocks_core.train.report import write_report
 
 COMPARED = 20  # steps
+CALIBRATED = 8  # samples
 
 
 def main() -> None:
@@ -79,6 +81,9 @@ def play(options: argparse.Namespace, others: list[str]) -> None:
 
     title("The last checkpoint as a Hugging Face folder, opened again")
     distances = reopened(out)
+
+    title("The same model in each format of an inference server")
+    for_servers(out)
 
     title("Report")
     pairs = zip(read_run(out).lines, read_run(alone).lines, strict=False)
@@ -174,6 +179,52 @@ def distances_of_logits(model: Decoder, saved: Decoder, folder: Path) -> dict[st
         f"logits, those {which}": float((logits - other).abs().max())
         for which, other in others.items()
     }
+
+
+@torch.no_grad()
+def for_servers(out: Path) -> None:
+    """Write what was exported quantised, and for TensorRT-LLM, and verify each folder."""
+    exported, folder = out / "exported", out / "servers"
+    model = decoder_from_hf(exported)
+    tokens = data.IndexedDataset(out / "tokens")
+    length = min(128, model.spec.extra["max_position_embeddings"])
+    samples = data.GPTDataset(tokens, length, seed=0, num_samples=CALIBRATED)
+    batches = [torch.as_tensor(sample["tokens"]).view(1, -1) for sample in samples]
+    found = export.calibrate(model, batches, recipe=Fp8())
+    found.save(out / "calibration.json")
+    cache = bool(found.keys)  # a Mamba has none
+    recipes = {
+        "fp8": Fp8(kv_cache=cache),
+        "fp8-blocks": Fp8Blocks(),
+        "nvfp4": Nvfp4(kv_cache=cache),
+        "int8": Int8(),
+        "int4": Int4(group_size=16),
+    }
+    logits = model(batches[0]).logits
+    for name, recipe in recipes.items():
+        export.save_quantized_hf(
+            model,
+            folder / name,
+            recipe=recipe,
+            calibration=found,
+            like=exported,
+            dtype=torch.bfloat16,
+        )
+        export.verify(folder / name, values=True)
+        others = decoder_from_hf(folder / name, dtype=logits.dtype)(batches[0]).logits
+        error = float((others - logits).norm() / logits.norm())
+        print(f"{folder / name}: whole; its weights move logits by {error:.1%}")
+    name = folder / "trtllm"
+    try:
+        recipe, tp = (Fp8(), 2) if cache else (None, 1)
+        export.save_trtllm(
+            model, name, tp=tp, recipe=recipe, calibration=found, dtype=torch.bfloat16
+        )
+    except ValueError as error:  # TensorRT-LLM has no engines for some families
+        print(f"{name}: not written: {error}")
+    else:
+        export.verify(name, values=True)
+        print(f"{name}: whole, tp {tp}")
 
 
 @torch.no_grad()

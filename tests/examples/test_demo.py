@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megablocks_core.export.quantising.recipe import RECIPES
 from megablocks_core.train import read_run
 from megablocks_core.train.figures import FIGURES
 from tests.examples.tiny import EXAMPLES, SIZES, SIZES_OF, write_text
@@ -68,9 +69,16 @@ def test_it_tells_what_it_does_and_finds(done):
         "holds what the run wrote of the model in its memory",
         "logits, those of the checkpoint and of the exported folder: 0.0e+00",
         "logits, those of the exported folder here and in transformers",
+        *(f"{folder / 'demo' / 'servers' / name}: whole; its weights move" for name in RECIPES),
+        f"{folder / 'demo' / 'servers' / 'trtllm'}: {_served(folder)}",
         f"{folder / 'demo' / 'report.html'}, ",
     ):
         assert words in printed
+
+
+def _served(folder):
+    said = {"hybrid": "not written: model_type=", "mamba": "whole, tp 1"}
+    return said.get(folder.name.split("_")[1].rstrip("0123456789"), "whole, tp 2")
 
 
 def test_the_killed_run_went_on_to_its_end(done):
