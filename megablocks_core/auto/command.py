@@ -6,6 +6,11 @@
                                [--no-kv-cache] [--group-size 128] [--exclude PATTERN]...
                                [--config config.json] [--like FOLDER] [--dtype bfloat16]
                                [--max-file-size 5GB] [--entry model]
+    megablocks-export trtllm CHECKPOINT_OR_FOLDER OUT [--tp 1] [--pp 1] [--moe-tp N] [--moe-ep 1]
+                             [--recipe fp8|int8] [--calibration FILE] [--no-kv-cache]
+                             [--dtype bfloat16] [--config config.json] [--entry model]
+    megablocks-export engine CHECKPOINT OUT [--max-batch-size 8] [--max-input-len 1024]
+                             [--max-seq-len 2048] [--max-num-tokens N] [--max-beam-width 1]
     megablocks-export verify PATH... [--values]
     megablocks-export diff A B
     megablocks-export calibrate FOLDER --data PREFIX --out FILE [--recipe fp8] [--sequences 512]
@@ -27,8 +32,9 @@ import torch
 from megablocks_core.auto.calibrating import calibrate_folder
 from megablocks_core.auto.checkpoints import checkpoint_to_hf
 from megablocks_core.auto.quantizing import quantize_to_hf
+from megablocks_core.auto.trtllm import to_trtllm
 from megablocks_core.ckpt import CheckpointError
-from megablocks_core.export import verify
+from megablocks_core.export import build_and_save_engine, verify
 from megablocks_core.export.differing import diff
 from megablocks_core.export.quantising.calibration import Calibration
 from megablocks_core.export.quantising.recipe import RECIPES, Recipe
@@ -89,8 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--entry", default="model", help="a checkpoint's weights, or their average")
     one.set_defaults(run=_quantize)
 
+    _add_trtllm(commands)
+
     one = commands.add_parser("verify", help="compare names, shapes and dtypes with config.json")
-    one.add_argument("paths", nargs="+", metavar="PATH", help="a Hugging Face folder")
+    one.add_argument("paths", nargs="+", metavar="PATH", help="a folder that was written here")
     one.add_argument("--values", action="store_true", help="read all, which must be finite")
     one.set_defaults(run=_verify)
 
@@ -108,6 +116,33 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--device", help="where the model runs, such as cuda; default cpu")
     one.set_defaults(run=_calibrate)
     return parser
+
+
+def _add_trtllm(commands: Any) -> None:
+    one = commands.add_parser("trtllm", help="make a checkpoint of TensorRT-LLM up to 1.2")
+    one.add_argument("source", metavar="CHECKPOINT_OR_FOLDER", help="Hugging Face's, or a run's")
+    one.add_argument("out", metavar="OUT", help="a new or empty folder")
+    one.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
+    one.add_argument("--pp", type=int, default=1, help="stages of layers")
+    one.add_argument("--moe-tp", type=int, help="slices of an expert; default what is left of tp")
+    one.add_argument("--moe-ep", type=int, default=1, help="ranks that experts are dealt to")
+    one.add_argument("--recipe", choices=("fp8", "int8"), help="default: plain weights")
+    one.add_argument("--calibration", metavar="FILE", help="of calibrate; for fp8")
+    one.add_argument("--no-kv-cache", action="store_true", help="leave keys and values as they are")
+    one.add_argument("--dtype", choices=_DTYPES[:3], help="of plain weights; default: their own")
+    one.add_argument("--config", help="of a checkpoint: the model's config.json")
+    one.add_argument("--entry", default="model", help="of a checkpoint: the weights' name")
+    one.set_defaults(run=_trtllm, exclude=[], group_size=None)
+
+    one = commands.add_parser("engine", help="build engines with an installed tensorrt_llm")
+    one.add_argument("checkpoint", metavar="CHECKPOINT", help="of trtllm")
+    one.add_argument("out", metavar="OUT", help="a new or empty folder")
+    one.add_argument("--max-batch-size", type=int, default=8, help="requests at once")
+    one.add_argument("--max-input-len", type=int, default=1024, help="tokens of a prompt")
+    one.add_argument("--max-seq-len", type=int, default=2048, help="tokens with what follows")
+    one.add_argument("--max-num-tokens", type=int, help="tokens of a batch")
+    one.add_argument("--max-beam-width", type=int, default=1, help="beams of a search")
+    one.set_defaults(run=_engine)
 
 
 def _size(text: str) -> int:
@@ -159,6 +194,49 @@ def _quantize(options: argparse.Namespace) -> int:
         )
     finally:
         progress.close()
+    print(options.out)
+    return 0
+
+
+def _trtllm(options: argparse.Namespace) -> int:
+    progress, given = Progress("trtllm"), options.calibration
+    if options.no_kv_cache and options.recipe is None:
+        raise ValueError("--no-kv-cache is for --recipe fp8")
+    try:
+        to_trtllm(
+            options.source,
+            options.out,
+            tp=options.tp,
+            pp=options.pp,
+            moe_tp=options.moe_tp,
+            moe_ep=options.moe_ep,
+            recipe=None if options.recipe is None else _recipe(options),
+            calibration=None if given is None else Calibration.load(given),
+            entry=options.entry,
+            config=options.config,
+            dtype=options.dtype and getattr(torch, options.dtype),
+            progress=progress.show,
+        )
+    finally:
+        progress.close()
+    print(options.out)
+    return 0
+
+
+def _engine(options: argparse.Namespace) -> int:
+    try:
+        build_and_save_engine(
+            options.checkpoint,
+            options.out,
+            max_batch_size=options.max_batch_size,
+            max_input_len=options.max_input_len,
+            max_seq_len=options.max_seq_len,
+            max_num_tokens=options.max_num_tokens,
+            max_beam_width=options.max_beam_width,
+        )
+    except ImportError as error:
+        say(_NAME, str(error))
+        return 2
     print(options.out)
     return 0
 

@@ -79,7 +79,7 @@ def quantize_to_hf(
     )
     if progress is not None:
         total = looked_at + nbytes_of_folder(recipe, found.wholes)
-        found = replace(found, collection=_Noted(found.collection, progress, looked_at, total))
+        found = replace(found, collection=Noted(found.collection, progress, looked_at, total))
     write_quantised(
         found,
         target,
@@ -91,7 +91,7 @@ def quantize_to_hf(
     )
 
 
-class _Noted:
+class Noted:
     """What gives boxes, and tells of the bytes of files that have been written of them."""
 
     def __init__(

@@ -15,7 +15,7 @@ from megablocks_core.export.quantising.recipe import Fp8, Int8, Recipe
 from megablocks_core.export.quantising.tensors import converted
 from megablocks_core.export.trtllm.model import Model
 from megablocks_core.export.trtllm.scales import Piece, Scales
-from megablocks_core.groups import Group, together
+from megablocks_core.groups import Group, Whole, together
 
 _KEY, _VALUE = ".k_proj.weight", ".v_proj.weight"
 
@@ -71,6 +71,16 @@ def scales_of(
     weights = {name: converted(found.made[name], dtypes[name]) for name in taken}
     largest = amaxes(weights, found.ours, found.collection, group=group)
     return Scales(frozenset(taken), largest, inputs, keys, values)
+
+
+def assumed_scales(recipe: Recipe | None, wholes: Iterable[Whole]) -> Scales:
+    """Factors of the right names and shapes, before any value was looked at."""
+    if not isinstance(recipe, Fp8):
+        return Scales()
+    taken = {one.name for one in wholes if _takes(recipe, one.name, one.shape)}
+    ones = dict.fromkeys(taken, 1.0)
+    keys, values = cached_of(one.name for one in wholes) if recipe.kv_cache else ([], [])
+    return Scales(taken, ones, ones, dict.fromkeys(keys, 1.0), dict.fromkeys(values, 1.0))
 
 
 def cached_of(schema: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -17,7 +17,12 @@ from megablocks_core.export.slabs import dtype_of
 from megablocks_core.export.trtllm.config import config_of
 from megablocks_core.export.trtllm.mapping import Mapping
 from megablocks_core.export.trtllm.model import check_fit, model_of
-from megablocks_core.export.trtllm.quantisation import check_recipe, entry_of, scales_of
+from megablocks_core.export.trtllm.quantisation import (
+    assumed_scales,
+    check_recipe,
+    entry_of,
+    scales_of,
+)
 from megablocks_core.export.trtllm.scales import Piece
 from megablocks_core.export.trtllm.tensors import tensors
 from megablocks_core.export.writing import write_folder
@@ -138,6 +143,22 @@ def write_trtllm(
     draft = FolderDraft(target, files, found.ours, rank=group.rank, num_ranks=group.size)
     beside = {"config.json": as_json(config)}
     write_folder(draft, found.collection, lambda: beside, group=group, task=task)
+
+
+def nbytes_of_checkpoint(
+    found: Described, *, ranks: Mapping, recipe: Recipe | None, dtype: torch.dtype | None
+) -> int:
+    """How many bytes of tensors the files will have.
+
+    Raises:
+        ValueError: What ``save_trtllm`` says of the family, the mapping and the dtype.
+    """
+    own = model_of(found.config)
+    check_fit(own, ranks)
+    chosen = _dtype(found) if dtype is None else dtype
+    scales = assumed_scales(recipe, found.wholes)
+    pieces = [tensors(own, found.made, one, chosen, scales) for one in ranks.places]
+    return sum(one.whole.nbytes for file in _files(pieces).values() for one in file)
 
 
 def check_asked(calibration: object, dtype: object) -> None:
