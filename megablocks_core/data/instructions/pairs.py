@@ -13,7 +13,7 @@ import numpy as np
 from megablocks_core.data.checks import row, whole_number
 from megablocks_core.data.collate import PER_TOKEN, host_and_device
 from megablocks_core.data.epoch_order import EpochOrder
-from megablocks_core.data.fingerprint import fingerprint
+from megablocks_core.data.fingerprint import facts_of_split, fingerprint
 from megablocks_core.data.gather import gather_tokens, gather_tokens_numpy
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.instructions.conversations import DROP, TOO_LONG, TRUNCATE
@@ -26,6 +26,10 @@ from megablocks_core.data.instructions.learnt import (
 )
 from megablocks_core.data.permutation import WORD
 from megablocks_core.data.place import Place
+from megablocks_core.data.split import Split, checked_documents
+
+SPOTS = 64
+BORDER = 8  # ids at a prompt's end that may be others before another answer
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,10 @@ class PreferencePairs:
 
     With ``max_length``, an answer with its prompt is cut at its end, or the pair is left
     out with ``too_long="drop"``; a pair of which one answer keeps nothing to learn is left out.
-    ``report`` counts all. The order is seeded, each epoch has its own, and the only state is the
-    number of samples consumed; ``num_samples`` is the length, by default one epoch.
+    ``report`` counts all. ``split`` holds numbers of pairs, such as those of
+    ``split_documents(indexed.num_documents // 2, "9,1")``. The order is seeded, each epoch has its
+    own, and the only state is the number of samples consumed; ``num_samples`` is the length, by
+    default one epoch.
 
     Shapes: of a batch ``tokens``, ``labels``, ``position_ids`` [1 T] int64, ``loss_mask`` [1 T]
     float32, ``cu_seqlens`` [2 B + 1] int64, the same as the list ``cu_seqlens_host``, the int
@@ -65,7 +71,8 @@ class PreferencePairs:
     Sends nothing.
 
     Raises:
-        ValueError: An odd number of documents, no pair that is left, modes other than 0 and 1.
+        ValueError: An odd number of documents, or neighbours with different prompts (of 64 pairs
+            that are looked at), no pair that is left, modes other than 0 and 1.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class PreferencePairs:
         seed: int,
         max_length: int | None = None,
         too_long: str = TRUNCATE,
+        split: Split | None = None,
         num_samples: int | None = None,
     ) -> None:
         if not isinstance(indexed, IndexedDataset):
@@ -90,15 +98,22 @@ class PreferencePairs:
         self.indexed, self.too_long = indexed, too_long
         self.seed = whole_number("seed", seed, 0, WORD)
         self.max_length = None if max_length is None else whole_number("max_length", max_length, 1)
+        pairs = indexed.num_documents // 2
+        self.split = Split("all", range(pairs)) if split is None else split
+        if not isinstance(self.split, Split):
+            raise ValueError(f"split={split!r} must be a Split, such as one of split_documents()")
+        numbers = np.asarray(checked_documents(self.split, pairs), np.int64)
         self._bounds = document_bounds(indexed)
+        self._refuse_strangers(numbers)
         whole = np.diff(self._bounds)
         most = max_length or int(whole.max(initial=0))
         self._kept = np.minimum(whole, most)
         loss = loss_counts(indexed, self._kept).reshape(-1, 2)
-        long = np.any((whole > most).reshape(-1, 2), axis=1)
+        long = np.any((whole > most).reshape(-1, 2)[numbers], axis=1)
         in_time = ~long if too_long == DROP else np.ones_like(long)
-        learnt = np.all(loss > 0, axis=1)
-        self._chosen = np.flatnonzero(in_time & learnt)
+        learnt = np.all(loss[numbers] > 0, axis=1)
+        kept = np.flatnonzero(in_time & learnt)
+        self._chosen = numbers[kept]
         if not len(self._chosen):
             raise ValueError(f"{indexed.prefix}: must hold a pair with something to learn")
         self._loss_of = loss.sum(1)
@@ -109,7 +124,7 @@ class PreferencePairs:
             self._length = whole_number("num_samples", num_samples, 1)
         self.report = PairsReport(
             pairs=len(self._chosen),
-            truncated=int(long[self._chosen].sum()),
+            truncated=int(long[kept].sum()),
             dropped=int((~in_time).sum()),
             unlearnt=int((in_time & ~learnt).sum()),
         )
@@ -129,7 +144,12 @@ class PreferencePairs:
     @cached_property
     def fingerprint(self) -> str:
         """What changes with the order or the tokens, and not with the number of samples."""
-        facts = {"max_length": self.max_length, "too_long": self.too_long, "seed": self.seed}
+        facts: dict[str, Any] = {
+            "max_length": self.max_length,
+            "too_long": self.too_long,
+            "seed": self.seed,
+        }
+        facts["split"] = facts_of_split(self.split)
         return fingerprint(tokens=self.indexed.fingerprint, pairs=True, **facts)
 
     def resized(self, num_samples: int) -> PreferencePairs:
@@ -167,7 +187,26 @@ class PreferencePairs:
     def locate(self, sample: int) -> Place:
         """Return the two documents of a sample, and how much of them is kept."""
         first = 2 * int(self._pairs(self._checked([sample]))[0])
-        return Place("all", [(each, 0, int(self._kept[each])) for each in (first, first + 1)])
+        return Place(
+            self.split.name, [(each, 0, int(self._kept[each])) for each in (first, first + 1)]
+        )
+
+    def _refuse_strangers(self, numbers: np.ndarray) -> None:
+        """Refuse documents that were split or shuffled one by one since they were pairs."""
+        if self.indexed.sequence_modes is None or not len(numbers):
+            return
+        for pair in numbers[np.linspace(0, len(numbers) - 1, SPOTS).astype(np.int64)].tolist():
+            firsts = [int(self.indexed.document_indices[2 * pair + end]) for end in (0, 1, 2)]
+            if firsts[0] == firsts[1] or firsts[1] == firsts[2]:
+                continue
+            prompts = [self.indexed[first] for first in firsts[:2]]
+            given = [not self.indexed.sequence_modes[first] for first in firsts[:2]]
+            shared = min(map(len, prompts)) - BORDER
+            if all(given) and shared > 0 and (prompts[0][:shared] != prompts[1][:shared]).any():
+                raise ValueError(
+                    f"{self.indexed.prefix}: documents {2 * pair} and {2 * pair + 1} begin with "
+                    f"different prompts, must be a pair as prepare_preferences() writes them"
+                )
 
     def _pairs(self, samples: np.ndarray) -> np.ndarray:
         return self._chosen[self._order(samples)]

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megablocks_core.data import Loader
+from megablocks_core.data import (
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    Loader,
+    Split,
+    split_documents,
+)
 from megablocks_core.data.instructions import PreferencePairs
 
 from .packs import write
@@ -95,6 +101,38 @@ def test_a_loader_takes_them(indexed):
 def test_wrong_arguments_are_named(indexed, options, message):
     with pytest.raises(ValueError, match=message):
         PreferencePairs(indexed, **{"seed": 0, **options})
+
+
+def test_a_split_holds_its_own_pairs(indexed):
+    parts = split_documents(3, "2,1", names=("train", "valid"))
+    train, valid = (PreferencePairs(indexed, seed=0, split=part) for part in parts.values())
+    assert (len(train), len(valid)) == (2, 1)
+    assert {train.locate(k).documents[0][0] for k in range(2)} == {0, 2}
+    assert valid.locate(0)[0] == "valid"
+    assert valid.locate(0).documents[0][0] == 4
+    assert train.fingerprint != valid.fingerprint
+    with pytest.raises(ValueError, match="must hold a pair"):
+        PreferencePairs(indexed, seed=0, split=Split("none", range(0)))
+    with pytest.raises(ValueError, match="split='train' must be a Split"):
+        PreferencePairs(indexed, seed=0, split="train")
+    with pytest.raises(ValueError, match="must lie in 3 documents"):
+        PreferencePairs(indexed, seed=0, split=Split("x", range(4)))
+
+
+def test_documents_that_were_parted_are_refused(tmp_path):
+    def write_pairs(prompts):
+        with IndexedDatasetBuilder(
+            tmp_path / "x", np.int32, multimodal=True, overwrite=True
+        ) as builder:
+            for prompt in prompts:
+                builder.add_document([*prompt, 7, 7], [len(prompt), 2], [0, 1])
+        return IndexedDataset(tmp_path / "x")
+
+    one, other = list(range(20)), list(range(10, 40))
+    border = [*one[:-1], 99]  # the last id of a prompt may join what follows
+    assert len(PreferencePairs(write_pairs([one, border, other, other]), seed=0)) == 2
+    with pytest.raises(ValueError, match="documents 2 and 3 begin with different prompts"):
+        PreferencePairs(write_pairs([one, one, one, other, other, other]), seed=0)
 
 
 def test_an_odd_number_of_documents_is_refused(tmp_path):
