@@ -31,7 +31,7 @@ def quantise_fp8(folder, block=(8, 8), scale_dtype=torch.float32):
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in list(tensors.items()):
-        if ".layers." in name and name.endswith(("proj.weight", "proj_with_mqa.weight")):
+        if ".layers." in name and name.endswith("proj.weight"):
             tensors[name], scales = quantised_fp8(tensor, block)
             tensors[f"{name}_scale_inv"] = scales.to(scale_dtype)
     save_file(tensors, path, metadata={"format": "pt"})

@@ -276,7 +276,7 @@ def test_fp8_experts_one_by_one_fill_a_stack(tmp_path):
         num_key_value_heads=2,
         q_lora_rank=8,
         kv_lora_rank=8,
-        qk_rope_head_dim=8,
+        qk_rope_head_dim=4,
         qk_nope_head_dim=4,
         v_head_dim=4,
         n_routed_experts=4,

@@ -13,6 +13,7 @@ from megablocks_core.export.arguments import folder_of
 from megablocks_core.export.operations import Lazy
 from megablocks_core.export.quantised import with_file
 from megablocks_core.export.quantising.config import Settings, settings_of
+from megablocks_core.export.quantising.recipe import Fp8Blocks
 from megablocks_core.export.quantising.weights import Kind, cache_scales, schema_of
 from megablocks_core.export.slabs import dtype_of, nbytes_of, slabs
 from megablocks_core.export.source import FLOATS, HfFolder
@@ -72,6 +73,7 @@ def _schema(
 ) -> tuple[dict[str, Kind], list[str]]:
     """What the files must hold, and what is said of them and cannot be."""
     recipe, layout = settings.recipe, source.layout
+    has_blocks = isinstance(recipe, Fp8Blocks)
     shapes = layout.schema
     for name, twin in layout.ties.items():
         if name in stored and name not in shapes:
@@ -82,7 +84,12 @@ def _schema(
         is_plain = name not in stored or stored[name].get_dtype() in FLOATS
         if not is_plain and settings.excludes(name):
             faults.append(f"{name} is {stored[name].get_dtype()}, but excluded")
-        if settings.takes(name, shape) or (not is_plain and len(shape) == 2):
+        if has_blocks:
+            # Published folders do not say all that is plain, and hold stacks of experts too.
+            is_made = not is_plain and len(shape) >= 2
+        else:
+            is_made = settings.takes(name, shape) or (not is_plain and len(shape) == 2)
+        if is_made:
             schema |= schema_of(recipe, name, shape)
         else:
             schema[name] = (shape, None)

@@ -57,17 +57,20 @@ class Amaxes:
 def schema_of(recipe: Recipe, name: str, shape: Shape) -> dict[str, Kind]:
     """Shape and dtype of each tensor that stands for a weight [O I]; no dtype: any of plain ones.
 
+    Blocks stand for stacks of weights [... O I] too.
+
     Raises:
         ValueError: The weight is not of whole groups.
     """
-    rows, columns = shape
     module = module_of(name)
     if isinstance(recipe, Fp8):
         scales: dict[str, Kind] = {f"{name}_scale": ((), _F32), f"{module}.input_scale": ((), _F32)}
         return {name: (shape, _F8), **scales}
     if isinstance(recipe, Fp8Blocks):
-        blocks = tuple(-(-size // step) for size, step in zip(shape, recipe.block, strict=True))
-        return {name: (shape, _F8), f"{name}_scale_inv": (blocks, _F32)}
+        outer, matrix = shape[:-2], shape[-2:]
+        blocks = (-(-size // step) for size, step in zip(matrix, recipe.block, strict=True))
+        return {name: (shape, _F8), f"{name}_scale_inv": ((*outer, *blocks), _F32)}
+    rows, columns = shape
     if isinstance(recipe, Nvfp4):
         _check_groups(name, shape, GROUP_OF_NVFP4, "Nvfp4")
         return {

@@ -6,10 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megablocks_core.export import save_hf, save_quantized_hf
+from megablocks_core.export import load_hf, save_hf, save_quantized_hf
 from megablocks_core.export.quantising.config import FILE
 from megablocks_core.export.quantising.verifying import is_quantised, verify_quantised
-from tests.export.quantised_folders import edit_config, quantise_fp8, quantise_mxfp4, tiny_gpt_oss
+from tests.export.quantised_folders import (
+    FP8,
+    edit_config,
+    quantise_fp8,
+    quantise_mxfp4,
+    quantised_fp8,
+    tiny_gpt_oss,
+)
 from tests.export.quantising.tiny_recipes import RECIPES, calibrated, tiny
 from tests.export.tiny_models import pretrained
 
@@ -135,3 +142,35 @@ def test_published_folders_of_blocks_say_less_and_are_whole(tmp_path, dtype):
     quantise_fp8(tmp_path, scale_dtype=dtype)
     assert is_quantised(tmp_path)
     verify_quantised(tmp_path, values=True)
+
+
+def test_a_published_folder_of_blocks_says_not_what_it_leaves_plain(tmp_path):
+    pretrained(tmp_path, dtype=torch.bfloat16)
+    weight = f"{DOWN}.weight"
+    plain = load_file(tmp_path / "model.safetensors")[weight]
+    quantise_fp8(tmp_path)
+    change(tmp_path, f"{weight}_scale_inv", None)
+    change(tmp_path, weight, plain)
+    verify_quantised(tmp_path, values=True)
+    change(tmp_path, weight, plain[:-1].clone())
+    with pytest.raises(ValueError, match=rf"{weight} has shape \(15, 24\), described as"):
+        verify_quantised(tmp_path)
+    change(tmp_path, weight, None)
+    with pytest.raises(ValueError, match=rf"missing \['{weight}'\]"):
+        verify_quantised(tmp_path)
+
+
+def test_a_published_folder_of_blocks_may_hold_stacks_of_experts(tmp_path):
+    tiny_gpt_oss().save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj"
+    stack = load_file(tmp_path / "model.safetensors")[name]
+    numbers, scales = quantised_fp8(stack, (8, 16))
+    change(tmp_path, name, numbers)
+    change(tmp_path, f"{name}_scale_inv", scales)
+    edit_config(tmp_path, quantization_config={**FP8, "weight_block_size": [8, 16]})
+    verify_quantised(tmp_path, values=True)
+    load_hf(tiny_gpt_oss(), tmp_path)
+    scales[3] = 0
+    change(tmp_path, f"{name}_scale_inv", scales)
+    with pytest.raises(ValueError, match=f"{name}_scale_inv has 16 of 64 that are not"):
+        verify_quantised(tmp_path, values=True)
