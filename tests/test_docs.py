@@ -16,6 +16,7 @@ PACKAGES = [
     "data.convert",
     "data.instructions",
     "data.tokenize",
+    "data.tools",
     "export",
     "groups",
     "layers",

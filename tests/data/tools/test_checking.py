@@ -78,10 +78,10 @@ def test_as_a_dictionary_finds(tmp_path_factory, passes, ours, others):
     with pytest.MonkeyPatch.context() as patch:
         if passes == "many":
             patch.setattr(hash_records, "FILES", 3)
-            patch.setattr(hash_records, "WORKING", 1 << 20)
+            patch.setattr(hash_records, "WORKING", 1 << 24)  # four records a chunk
         if passes == "collisions":
             patch.setattr(HashRecords, "_hash", lambda self, _, bounds: one_hash(len(bounds) - 1))
-            patch.setattr(hash_records, "WORKING", 1 << 18)  # four records a chunk
+            patch.setattr(hash_records, "WORKING", 1 << 24)
         assert found_by(ours, others) == plain_check(ours, others)
 
 

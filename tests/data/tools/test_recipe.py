@@ -62,9 +62,11 @@ def test_a_recipe_gives_the_steps_built_by_hand(tmp_path, recipe_file):
     assert same_steps(recipe, by_hand(tmp_path))
 
 
-def test_in_the_order_of_megatron(tmp_path, recipe_file):
-    recipe = open_recipe(recipe_file(order="megatron"))
-    assert same_steps(recipe, by_hand(tmp_path, order="megatron"))
+@pytest.mark.parametrize("steps", [40, 200])  # inside an epoch, and over several
+def test_in_the_order_of_megatron(tmp_path, recipe_file, steps):
+    given = {"order": "megatron", "max_repetition": 9}
+    recipe = open_recipe(recipe_file(steps=steps, **given))
+    assert same_steps(recipe, by_hand(tmp_path, num_samples=4 * steps, **given))
 
 
 @pytest.mark.parametrize("by", ["documents", "content"])
