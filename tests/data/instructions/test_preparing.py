@@ -1,5 +1,6 @@
 """Files of conversations become documents with the masks that transformers gives."""
 
+import errno
 import json
 import os
 import random
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 import transformers
 
-from megablocks_core.data import IndexedDataset
+from megablocks_core.data import IndexedDataset, publish
 from megablocks_core.data.instructions import (
     CHATML,
     BadText,
+    PackedConversations,
     prepare_conversations,
     prepare_preferences,
     preparing,
@@ -235,6 +237,37 @@ def test_a_dataset_that_stands_there_is_refused_at_once(tmp_path):
     prepare_conversations([path], tmp_path / "x", tokenizer="bytes", workers=0)
     with pytest.raises(FileExistsError, match="overwrite=True"):
         prepare_conversations([path], tmp_path / "x", tokenizer="bytes", workers=0)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no room"), KeyboardInterrupt()])
+def test_a_full_disk_or_an_interrupt_leaves_nothing(tmp_path, monkeypatch, error):
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in some_chats(30)])
+    write, calls = publish.HashedFile.write, []
+
+    def failing(file, data, /):
+        calls.append(data)
+        if len(calls) > 20:
+            raise error
+        write(file, data)
+
+    monkeypatch.setattr(publish.HashedFile, "write", failing)
+    options = {"tokenizer": "bytes", "template": CHATML, "workers": 0}
+    with pytest.raises(type(error)):
+        prepare_conversations([path], tmp_path / "x", **options)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+    monkeypatch.undo()
+    assert prepare_conversations([path], tmp_path / "x", **options).documents == 30
+
+
+def test_no_rows_are_an_empty_dataset(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n")
+    report = prepare_conversations(
+        [tmp_path / "a.jsonl"], tmp_path / "x", tokenizer="bytes", workers=0
+    )
+    assert (report.documents, report.tokens, report.longest) == (0, 0, 0)
+    assert len(IndexedDataset(tmp_path / "x")) == 0
+    with pytest.raises(ValueError, match="must hold one with something to learn"):
+        PackedConversations(IndexedDataset(tmp_path / "x"), 8, seed=0)
 
 
 def test_a_kill_leaves_nothing_that_looks_complete(tmp_path):
