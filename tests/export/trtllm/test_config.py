@@ -83,6 +83,7 @@ def test_words_of_families():
 def test_words_of_gemma():
     found = config("gemma")
     assert found["share_embedding_table"] and found["hidden_act"] == "gelu_pytorch_tanh"
+    assert config("gemma", hidden_act="gelu") == found
     found = config("gemma2")
     assert (found["query_pre_attn_scalar"], found["final_logit_softcapping"]) == (256, 30.0)
     assert found["attn_logit_softcapping"] == 50.0
@@ -106,6 +107,7 @@ def test_words_of_gemma():
         ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu'"),
         ("mamba2", {"use_conv_bias": False}, "use_conv_bias=False"),
         ("gemma2", {"hidden_activation": "silu"}, "hidden_act='silu'"),
+        ("gemma", {"hidden_act": "relu"}, "hidden_act='relu'"),
     ],
 )
 def test_what_cannot_be_said_is_refused(family, more, message):

@@ -4,6 +4,7 @@ It needs the environment of ``tools/oracles.sh megatron``. Megatron asks TensorR
 functions, which are not converters: those are given here.
 """
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -65,14 +66,14 @@ def in_megatron_words(whole):
 
 
 def converted(monkeypatch, whole, tp, pp):
-    from megatron.core.export.data_type import DataType
-    from megatron.core.export.export_config import ExportConfig
-    from megatron.core.export.trtllm.model_to_trllm_mapping import default_conversion_dict
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
+    export = "megatron.core.export"
+    dtypes = import_module(f"{export}.data_type")
+    settings = import_module(f"{export}.export_config")
+    names = import_module(f"{export}.trtllm.model_to_trllm_mapping.default_conversion_dict")
+    configs = import_module("megatron.core.transformer.transformer_config")
     monkeypatch.setattr(converter, "str_dtype_to_torch", lambda _: torch.bfloat16)
     monkeypatch.setattr(converter, "pad_vocab_size", lambda size, by: -(-size // by) * by)
-    config = TransformerConfig(
+    config = configs.TransformerConfig(
         num_layers=2,
         hidden_size=32,
         num_attention_heads=HEADS,
@@ -83,9 +84,9 @@ def converted(monkeypatch, whole, tp, pp):
         normalization="RMSNorm",
     )
     made = converter.SingleDeviceTRTLLMModelWeightsConverter(
-        ExportConfig(tp, pp, use_parallel_embedding=True), config, DataType.bfloat16
+        settings.ExportConfig(tp, pp, use_parallel_embedding=True), config, dtypes.DataType.bfloat16
     )
-    made.convert(in_megatron_words(whole), dict(default_conversion_dict.DEFAULT_CONVERSION_DICT))
+    made.convert(in_megatron_words(whole), dict(names.DEFAULT_CONVERSION_DICT))
     stages = torch.arange(2).tensor_split(pp)
     return [
         made.get_local_model_weights_per_gpu(
