@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,15 +31,16 @@ def test_ids_are_the_same_by_batches_and_one_by_one(bpe, monkeypatch, few):
     monkeypatch.setattr(fast_engine, "_FEW", few)
     monkeypatch.setattr(fast_engine, "_LONG", 1 << 30)
     plain = open_encoder(f"hf:{bpe}")
-    fast = open_fast(f"hf:{bpe}", plain)
+    fast: Any = open_fast(f"hf:{bpe}", plain)
     calls = []
-    batch = fast._tokenizer.encode_batch
-    monkeypatch.setattr(
-        fast, "_tokenizer", SimpleNamespace(backend=fast._tokenizer.backend, encode_batch=None)
-    )
-    fast._tokenizer.encode_batch = lambda *given, **options: (
-        calls.append(1) or batch(*given, **options)
-    )
+    engine = fast._tokenizer
+
+    def encode_batch(*given, **options):
+        calls.append(1)
+        return engine.encode_batch(*given, **options)
+
+    noted = SimpleNamespace(backend=engine.backend, encode_batch=encode_batch)
+    monkeypatch.setattr(fast, "_tokenizer", noted)
     for texts in ([*fast_engine.TEST_CORPUS, *some_texts(200)], [""], ["a"], []):
         for one, other in zip(plain.encode(texts), fast.encode(texts), strict=True):
             assert np.array_equal(one, other)
