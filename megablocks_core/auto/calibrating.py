@@ -14,6 +14,8 @@ from megablocks_core.export import calibrate
 from megablocks_core.export.quantising import Recipe
 from megablocks_core.export.quantising.calibration import Calibration
 
+_LENGTH = 2048
+
 
 def calibrate_folder(
     path: str | os.PathLike[str],
@@ -21,7 +23,7 @@ def calibrate_folder(
     *,
     recipe: Recipe,
     num_sequences: int = 512,
-    sequence_length: int = 2048,
+    sequence_length: int | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -33,19 +35,28 @@ def calibrate_folder(
         data: The prefix of an indexed dataset, of the model's tokens.
         recipe: Which weights are asked for.
         num_sequences: How many samples; fewer if an epoch has fewer.
-        sequence_length: Tokens of a sample.
+        sequence_length: Tokens of a sample; default 2048, or what the model takes at most.
         seed: Of the order of samples.
         device: Where the model runs; default torch's default device.
         progress: Called with the samples done, and all.
 
     Raises:
         ValueError: What ``decoder_from_hf``, ``GPTDataset`` and ``calibrate`` say; a number is
-            not above 0, or a token is beyond the model's vocabulary.
+            not above 0, samples are longer than what the model takes, or a token is beyond its
+            vocabulary.
     """
     for name, value in (("num_sequences", num_sequences), ("sequence_length", sequence_length)):
-        if type(value) is not int or value < 1:
+        whole = type(value) is int and value > 0
+        if not (whole or value is None and name == "sequence_length"):
             raise ValueError(f"{name}={value!r} must be a whole number above 0")
     model = decoder_from_hf(path, device=device)
+    longest = model.spec.extra.get("max_position_embeddings")
+    if sequence_length is None:
+        sequence_length = _LENGTH if longest is None else min(_LENGTH, longest)
+    if longest is not None and sequence_length > longest:
+        raise ValueError(
+            f"sequence_length={sequence_length} must be at most max_position_embeddings={longest}"
+        )
     samples = _Samples(
         GPTDataset(IndexedDataset(data), sequence_length, seed=seed),
         num_sequences,

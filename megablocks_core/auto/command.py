@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--out", required=True, metavar="FILE", help="JSON, for quantize and trtllm")
     one.add_argument("--recipe", choices=RECIPES, default="fp8", help="whose weights are looked at")
     one.add_argument("--sequences", type=int, default=512, help="how many samples; default 512")
-    one.add_argument("--length", type=int, default=2048, help="tokens of each; default 2048")
+    one.add_argument("--length", type=int, metavar="N", help="tokens of each; default up to 2048")
     one.add_argument("--device", help="where the model runs, such as cuda; default cpu")
     one.set_defaults(run=_calibrate)
     return parser

@@ -45,10 +45,19 @@ def test_the_command_writes_what_calibrate_finds(place, tmp_path, capsys):
     assert Calibration.load(out) == expected and not expected.keys
 
 
+def test_samples_are_as_long_as_the_model_takes(place):
+    found, longest = (
+        calibrate_folder(place / "model", place / "data", recipe=Fp8(), **words)
+        for words in ({}, {"sequence_length": 32})
+    )
+    assert found == longest
+
+
 def test_what_cannot_be_is_refused_by_name(place, tmp_path, capsys):
     for words, rule in (
         ({"num_sequences": 0}, "num_sequences=0 must be a whole number above 0"),
         ({"sequence_length": -1}, "sequence_length=-1 must be a whole number above 0"),
+        ({"sequence_length": 33}, "must be at most max_position_embeddings=32"),
     ):
         with pytest.raises(ValueError, match=rule):
             calibrate_folder(place / "model", place / "data", recipe=Fp8(), **words)
