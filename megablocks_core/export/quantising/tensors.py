@@ -130,7 +130,7 @@ def int8_numbers(weight: Lazy) -> Lazy:
         outer = (box[0], slice(0, columns))
         values = weight[outer].float()
         scales = _integer_scales(values, (1, columns), _INT8)
-        return (values / scales).round().clamp(-128, 127).to(torch.int8)[_inside(box, outer)]
+        return (values / scales).round().to(torch.int8)[_inside(box, outer)]
 
     del rows
     return View(shape, _I8, read)
@@ -162,7 +162,7 @@ def int4_numbers(weight: Lazy, group_size: int) -> Lazy:
         outer = _widened(wanted, weight, block)
         values = weight[outer].float()
         scales = spread(_integer_scales(values, block, _INT4), block, values.shape)
-        numbers = (values / scales).round().clamp(-8, 7).to(torch.int8)[_inside(wanted, outer)]
+        numbers = (values / scales).round().to(torch.int8)[_inside(wanted, outer)]
         return packed((numbers & 15).view(torch.uint8).T).T
 
     return View((rows // 2, columns), _U8, read)

@@ -24,6 +24,7 @@ from megablocks_core.export.quantising import Fp8, Fp8Blocks, Int4, Int8, Nvfp4
 from megablocks_core.export.quantising.calibration import Calibration
 from megablocks_core.export.quantising.config import FILE
 from megablocks_core.export.source import HfFolder
+from megablocks_core.files.safetensors import DTYPES, read_header
 from megablocks_core.groups import Mesh, collect
 from megablocks_core.layers import Decoder, DecoderSpec
 from megablocks_core.testing import ranks
@@ -145,6 +146,40 @@ def test_experts_dealt_to_ranks_are_written_as_whole_ones_are(tmp_path):
                     assert ".w2." in key or ".w3." in key or torch.equal(*scales)
             verify(tmp_path / f"{name}-ep-2", values=True)
     dist.barrier()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_values_are_held_some_at_a_time_and_wide_tensors_lie_first(tmp_path, name):
+    model, most = tiny(hidden_size=256, intermediate_size=320), 2**14
+    taken, add = [], drafting.FolderDraft.add
+
+    def noted(draft, slab, values):
+        taken.append(sum(one.nbytes for one in values))
+        add(draft, slab, values)
+
+    with (
+        patch.object(slabs, "SLAB_BYTES", most),
+        patch.object(drafting.FolderDraft, "add", noted),
+    ):
+        save_quantized_hf(
+            model,
+            tmp_path / "out",
+            recipe=RECIPES[name],
+            calibration=calibrated(model.state_dict()),
+        )
+    # A box in blocks is widened to whole ones: here 20 rows on either side at most.
+    widest = 320 * 2 * (40 if name == "fp8-blocks" else 1)
+    assert most / 2 < max(taken) <= most + widest
+    entries = read_header_of(tmp_path / "out" / "model.safetensors")
+    sizes = [DTYPES[entry.dtype].itemsize for entry in entries]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 1
+
+
+def read_header_of(path):
+    """Entries in the order of the file."""
+    data = path.read_bytes()
+    entries = read_header(lambda start, stop: data[start:stop], len(data)).values()
+    return sorted(entries, key=lambda entry: entry.offset)
 
 
 def test_tensors_are_converted_before_they_are_quantised(tmp_path):

@@ -13,11 +13,12 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def weight(rows=6, columns=48, dtype=torch.float32):
-    """Values of many sizes; a row and a group of zeros, one of them negative."""
+    """Values of many sizes; a row and a group of zeros, one of them negative; a tiny group."""
     torch.manual_seed(3)
     values = torch.randn(rows, columns) * torch.rand(rows, 1).exp()
     values[1], values[2, 16:32] = 0, 0
     values[1, 3] = -0.0
+    values[4, 16:32] *= 1e-6
     return values.to(dtype)
 
 
