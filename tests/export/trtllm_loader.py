@@ -52,13 +52,35 @@ def _layer(stage, theirs, ours, said):
         "self_attn.k_proj": torch.cat(k[::copies]),
         "self_attn.v_proj": torch.cat(v[::copies]),
         "self_attn.o_proj": _joined(stage, f"{theirs}.attention.dense", 1),
-        "mlp.gate_proj": _joined(stage, f"{theirs}.mlp.fc", 0),
-        "mlp.up_proj": _joined(stage, f"{theirs}.mlp.gate", 0),
-        "mlp.down_proj": _joined(stage, f"{theirs}.mlp.proj", 1),
+        **(_experts if "moe" in said else _mlp)(stage, theirs, said),
         "input_layernorm": stage[0][f"{theirs}.input_layernorm.weight"].float(),
         "post_attention_layernorm": stage[0][f"{theirs}.post_layernorm.weight"].float(),
     }
     return {f"{ours}.{name}.weight": weight for name, weight in found.items()}
+
+
+def _mlp(stage, theirs, _):
+    return {
+        "mlp.gate_proj": _joined(stage, f"{theirs}.mlp.fc", 0),
+        "mlp.up_proj": _joined(stage, f"{theirs}.mlp.gate", 0),
+        "mlp.down_proj": _joined(stage, f"{theirs}.mlp.proj", 1),
+    }
+
+
+def _experts(stage, theirs, said):
+    """Mixtral's: neighbours have other experts; slices of one are further apart."""
+    ep, count = said["mapping"]["moe_ep_size"], said["moe"]["num_experts"]
+    found = {"block_sparse_moe.gate": stage[0][f"{theirs}.mlp.router.weight"]}
+    for expert in range(count):
+        owner, local = divmod(expert, count // ep)
+        halves, downs = [], []
+        for rank in stage[owner::ep]:
+            halves.append(_weight(rank, f"{theirs}.mlp.fc")[local].chunk(2))
+            downs.append(_weight(rank, f"{theirs}.mlp.proj")[local])
+        up, gate = (torch.cat(parts) for parts in zip(*halves, strict=True))
+        own = f"block_sparse_moe.experts.{expert}"
+        found |= {f"{own}.w1": gate, f"{own}.w3": up, f"{own}.w2": torch.cat(downs, 1)}
+    return found
 
 
 def _joined(stage, name, dim):
@@ -67,6 +89,8 @@ def _joined(stage, name, dim):
 
 def _weight(tensors, name):
     factor = tensors.get(f"{name}.weights_scaling_factor", torch.ones(1))
+    if factor.numel() > 1:  # of each expert
+        factor = factor.view(-1, 1, 1)
     return tensors[f"{name}.weight"].float() * factor
 
 
