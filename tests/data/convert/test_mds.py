@@ -75,6 +75,15 @@ def test_a_round_trip_has_the_same_bytes(tmp_path, compression, dtype):
     assert contents(tmp_path / "y") == contents(prefix)
 
 
+def test_no_shard_is_longer_than_asked_for(tmp_path):
+    prefix = write(tmp_path / "x", [[1, 2, 3]] * 60)
+    for limit in range(600, 640, 3):
+        report = convert(prefix, f"mds:{tmp_path / str(limit)}", shard_bytes=limit)
+        sizes = [path.stat().st_size for path in (tmp_path / str(limit)).glob("*.mds")]
+        assert limit - 20 < sorted(sizes)[1] <= max(sizes) <= limit
+        assert report.files == len(sizes) > 2
+
+
 def test_every_changed_byte_of_a_shard_is_told(tmp_path):
     convert(write(tmp_path / "x", some_documents(20)), f"mds:{tmp_path / 'm'}")
     path = tmp_path / "m" / "shard.00000.mds"

@@ -37,6 +37,12 @@ def test_a_column_lies_after_those_before_it():
     ]
 
 
+@pytest.mark.parametrize("sample", [b"\2\0\0\0abc", b"\4\0\0\0abc", b"\2\0"])
+def test_a_sample_is_its_columns_and_nothing_else(sample):
+    with pytest.raises(Damaged, match="has a sample"):
+        list(columns(memoryview(shard_of([sample], b"{}")), 1, [None], 0))
+
+
 def test_arrays_of_every_encoding():
     three = np.array([1, 2, 3], "<i4")
     assert array_of(memoryview(three.tobytes()), "ndarray:int32:3").tolist() == [1, 2, 3]

@@ -54,6 +54,9 @@ def test_missing_ends_are_added_and_inner_ones_counted(tmp_path_factory, rows, s
     prefix = write(folder / "x", rows)
     report = convert(prefix, f"olmo:{folder / 'o'}", eos=EOS, shard_bytes=shard_bytes)
     ended = [row if row[-1:] == [EOS] else [*row, EOS] for row in rows]
+    for path in (folder / "o").glob("*.npy"):
+        spans = gzip.decompress(path.with_suffix(".csv.gz").read_bytes()).count(b"\n")
+        assert path.stat().st_size <= shard_bytes or spans == 1
     read = [
         document
         for path in sorted((folder / "o").glob("*.npy"))
