@@ -26,8 +26,8 @@ _MODULE = "X.k_proj"
 def formats() -> str:
     """What stands for a weight [512 1536] in each format."""
     rows = [
-        "| recipe | `--recipe` | `quant_algo` | needs data | tensors of `X.k_proj.weight` "
-        f"[{ROWS} {COLUMNS}], where `X.` is left out |",
+        "| recipe | `--recipe` | `quant_algo` | needs data | what stands for `k_proj.weight` "
+        f"[{ROWS} {COLUMNS}] |",
         "|---|---|---|---|---|",
     ]
     for name, kind in RECIPES.items():
