@@ -157,7 +157,7 @@ def _activation(model: Model, known: Config) -> str:
     if model.family in GEMMAS:
         name = known.get("hidden_activation", known.get("hidden_act", "gelu_pytorch_tanh"))
         # The first configs of Gemma say "gelu", and its authors compute this.
-        served = dict.fromkeys(("gelu_pytorch_tanh", "gelu"), "gelu_pytorch_tanh")
+        served = {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu": "gelu_pytorch_tanh"}
     else:
         name = known.get("hidden_act", "silu")
         served = {"silu": "swiglu" if model.experts else "silu"}

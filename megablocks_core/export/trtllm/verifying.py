@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,12 @@ def verify_trtllm(
         ValueError: What is wrong, by name.
     """
     config = read_json(folder / "config.json", dict)
+    there = {path.name for path in folder.glob("rank*.safetensors")}
     try:
-        expected = _expected(config)
+        expected = _expected(config, there)
     except _MISTYPED as error:
         name, text = type(error).__name__, str(error)
         raise ValueError(f"{folder}/config.json lacks what is described: {name}: {text}") from error
-    there = {path.name for path in folder.glob("rank*.safetensors")}
     faults = [f"{name} is missing" for name in expected if name not in there]
     faults += [f"{name} is of no rank" for name in sorted(there - expected.keys())]
     opened: dict[str, Mapping[str, Lazy]] = {}
@@ -81,8 +81,10 @@ def verify_trtllm(
         raise ValueError(f"{folder}: values must be finite, and factors too: {'; '.join(faults)}")
 
 
-def _expected(config: Mapping[str, Any]) -> dict[str, dict[str, tuple[Shape, torch.dtype]]]:
-    """By file the shape and dtype of each tensor."""
+def _expected(
+    config: Mapping[str, Any], there: Collection[str]
+) -> dict[str, dict[str, tuple[Shape, torch.dtype]]]:
+    """By file the shape and dtype of each tensor; of files that are not there, nothing."""
     given = config["mapping"]
     ranks = Ranks(
         given.get("tp_size", 1),
@@ -105,13 +107,12 @@ def _expected(config: Mapping[str, Any]) -> dict[str, dict[str, tuple[Shape, tor
         raise ValueError(f"vocab_size_padded={config['vocab_size_padded']} must be {rows}")
     scales = _scales(config.get("quantization") or {}, schema)
     weights = {name: _outline(shape, dtype) for name, shape in schema.items()}
-    return {
-        _FILE.format(place.rank): {
-            piece.name: (tuple(piece.value.get_shape()), piece.dtype)
-            for piece in tensors(model, weights, place, dtype, scales)
-        }
-        for place in ranks.places
-    }
+    found: dict[str, dict[str, tuple[Shape, torch.dtype]]] = {}
+    for place in ranks.places:
+        name = _FILE.format(place.rank)
+        pieces = tensors(model, weights, place, dtype, scales) if name in there else []
+        found[name] = {one.name: (tuple(one.value.get_shape()), one.dtype) for one in pieces}
+    return found
 
 
 def _scales(quantization: Mapping[str, Any], schema: Mapping[str, Shape]) -> Scales:

@@ -1,6 +1,7 @@
 """Each kind of damage to a checkpoint is found, and named."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megablocks_core.export import save_trtllm, verify
 from megablocks_core.export.quantising.recipe import Fp8, Int8
+from megablocks_core.export.trtllm import verifying
 from megablocks_core.export.trtllm.verifying import is_trtllm
 from tests.export.tiny_models import tiny_model
 from tests.export.trtllm.test_saving import calibrated
@@ -110,6 +112,18 @@ def test_configs(folder, entries, message):
     (folder / "config.json").write_text(json.dumps({**config, **entries}))
     with pytest.raises(ValueError, match=message):
         verify(folder)
+
+
+def test_a_config_that_asks_for_many_ranks_costs_little(folder):
+    config = json.loads((folder / "config.json").read_text())
+    entries = {"num_attention_heads": 4096, "num_key_value_heads": 4096, "head_size": 1}
+    entries |= {"vocab_size_padded": 4096, "intermediate_size": 4096}
+    entries |= {"mapping": {"tp_size": 4096, "pp_size": 2}}
+    (folder / "config.json").write_text(json.dumps({**config, **entries}))
+    with patch.object(verifying, "tensors", wraps=verifying.tensors) as made:
+        with pytest.raises(ValueError, match="rank8191.safetensors is missing"):
+            verify(folder)
+        assert made.call_count == 4
 
 
 def test_layers_that_stay_as_they_are(tmp_path):
