@@ -1,6 +1,7 @@
 """Records come back whole, equal hashes in one part, in order, and leave nothing behind."""
 
 import os
+import resource
 import signal
 
 import numpy as np
@@ -102,3 +103,15 @@ def test_a_kill_leaves_no_file(tmp_path, datasets, monkeypatch, number):
 def test_a_folder_that_is_not_there(tmp_path, datasets):
     with pytest.raises(FileNotFoundError):
         HashRecords(datasets[0], memory=LEAST_MEMORY, folder=tmp_path / "none")
+
+
+def test_a_disk_that_fills_is_an_error(tmp_path, datasets):
+    (folder := tmp_path / "aside").mkdir()
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        with pytest.raises(OSError, match="too large"):
+            HashRecords(datasets[0], memory=LEAST_MEMORY, folder=folder)
+
+    assert in_a_child(work) == 0
+    assert names(folder) == []

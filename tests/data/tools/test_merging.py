@@ -1,6 +1,7 @@
 """A merged dataset is its parts one after the other, whole or not there."""
 
 import os
+import resource
 import signal
 
 import numpy as np
@@ -113,3 +114,18 @@ def test_a_kill_at_any_write_leaves_nothing_that_looks_complete(tmp_path, monkey
     merge(parts, tmp_path / "out")
     assert contents(tmp_path / "out") == [[1], [2], [3]]
     assert not [name for name in names(tmp_path) if ".tmp" in name]
+
+
+@pytest.mark.parametrize("size", [100, 4000, 10_100])
+def test_a_disk_that_fills_leaves_nothing(tmp_path, size):
+    """Files may grow to ``size`` bytes: less than the tokens, or than the index."""
+    parts = [build(tmp_path / name, [[1]] * 1000 + [[2] * 1000]) for name in "ab"]
+    before = names(tmp_path)
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        with pytest.raises(OSError, match="too large"):
+            merge(parts, tmp_path / "out")
+
+    assert in_a_child(work) == 0
+    assert names(tmp_path) == before
