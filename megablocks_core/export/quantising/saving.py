@@ -233,7 +233,7 @@ def _written(
     given: Mapping[str, Mapping[str, float]],
     group: Group,
 ) -> list[Written]:
-    """The tensors of the files, widest dtype first; every rank calls it."""
+    """The tensors of the files, layer by layer; every rank calls it."""
     recipe = settings.recipe
     plain = {whole.name: converted(found.made[whole.name], whole.dtype) for whole in found.wholes}
     taken = _taken(recipe, {whole.name: whole.shape for whole in found.wholes})
@@ -253,7 +253,7 @@ def _written(
         else:
             written.append(Written(whole, found.made[whole.name]))
     written += [_one(name, scalar(fp8_scale(amax)), 4) for name, amax in given["cache"].items()]
-    return sorted(written, key=lambda one: -one.whole.dtype.itemsize)
+    return written
 
 
 def nbytes_of_folder(recipe: Recipe, wholes: Sequence[Whole]) -> int:
@@ -265,12 +265,11 @@ def nbytes_of_folder(recipe: Recipe, wholes: Sequence[Whole]) -> int:
     taken = _taken(recipe, {whole.name: whole.shape for whole in wholes})
     total = 4 * len(cache_scales(one.name for one in wholes)) if recipe.cache_algorithm else 0
     for whole in wholes:
-        kinds = {whole.name: (whole.shape, whole.dtype)}
-        if whole.name in taken:
-            kinds = schema_of(recipe, whole.name, whole.shape)
-        total += sum(
-            prod(shape) * (dtype or whole.dtype).itemsize for shape, dtype in kinds.values()
-        )
+        if whole.name not in taken:
+            total += whole.nbytes
+            continue
+        for shape, dtype in schema_of(recipe, whole.name, whole.shape).values():
+            total += prod(shape) * (dtype or whole.dtype).itemsize
     return total
 
 
