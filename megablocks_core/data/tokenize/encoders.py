@@ -100,7 +100,7 @@ class HFEncoder:
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.name = f"hf xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+        self.name = name_of_hf(data)
         self.end = _declared_end(file, vocabulary)
 
     def encode(self, texts: Sequence[str]) -> Ids:
@@ -189,6 +189,11 @@ def end_of_document(encoder: Encoder, append_eod: bool | int | str) -> int | Non
             f"{encoder.vocab_size - 1}"
         )
     return found
+
+
+def name_of_hf(data: bytes) -> str:
+    """The name of a tokenizer of Hugging Face, of whose ``tokenizer.json`` these are the bytes."""
+    return f"hf xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
 
 
 def tokenizer_file(path: str) -> Path:

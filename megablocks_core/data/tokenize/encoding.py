@@ -26,6 +26,7 @@ class Settings(NamedTuple):
         dtype: Of the ids.
         key: Of the text.
         max_bytes: Of a line or text.
+        vocab_size: Of the tokenizer, if an engine that is not its own may be opened alone.
     """
 
     tokenizer: str
@@ -35,6 +36,7 @@ class Settings(NamedTuple):
     dtype: str
     key: str
     max_bytes: int
+    vocab_size: int = 0
 
     def open(self) -> UnitEncoder:
         """What encodes by them."""
@@ -73,11 +75,13 @@ class UnitEncoder:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._dtype = np.dtype(settings.dtype)
-        plain = open_encoder(settings.tokenizer)
-        if plain.name != settings.name:
-            raise ValueError(f"tokenizer={settings.tokenizer!r} has changed since the run began")
-        fast = settings.engine != HF
-        self._encoder: Encoder = open_fast(settings.tokenizer, plain) if fast else plain
+        spec, fast = settings.tokenizer, settings.engine != HF
+        plain = None if fast and settings.vocab_size else open_encoder(spec)
+        opened = open_fast(spec, plain, settings.vocab_size) if fast else plain
+        assert opened is not None
+        if opened.name != settings.name:
+            raise ValueError(f"tokenizer={spec!r} has changed since the run began")
+        self._encoder: Encoder = opened
         self._reader = UnitReader(settings.key, settings.max_bytes)
 
     def encode(self, unit: Unit) -> Encoded:

@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 
 from megablocks_core.data.packages import package
-from megablocks_core.data.tokenize.encoders import Encoder, HFEncoder, Ids, tokenizer_file
+from megablocks_core.data.tokenize.encoders import (
+    Encoder,
+    HFEncoder,
+    Ids,
+    name_of_hf,
+    tokenizer_file,
+)
 
 AUTO, HF, GIGATOKEN = "auto", "hf", "gigatoken"
 ENGINES = (AUTO, HF, GIGATOKEN)
@@ -22,12 +28,20 @@ _FEW, _LONG = 64, 1024
 
 
 class GigatokenEncoder:
-    """Encodes as the tokenizer it stands for, whose names and ends it has."""
+    """Encodes as the tokenizer it stands for, whose names and ends it has.
 
-    def __init__(self, path: str, plain: Encoder) -> None:
-        self._tokenizer = _package().Tokenizer.from_json(tokenizer_file(path).read_bytes())
-        self.vocab_size, self.name, self.end = plain.vocab_size, plain.name, plain.end
-        self.id_of = plain.id_of
+    Without that one it has the name and the size that are given, and knows no token by its text.
+    """
+
+    def __init__(self, path: str, plain: Encoder | None, vocab_size: int = 0) -> None:
+        data = tokenizer_file(path).read_bytes()
+        self._plain, self._tokenizer = plain, _package().Tokenizer.from_json(data)
+        self.vocab_size, self.name = plain.vocab_size if plain else vocab_size, name_of_hf(data)
+        self.end = plain.end if plain else None
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token of the vocabulary or an added one."""
+        return self._plain.id_of(token) if self._plain else None
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """The ids, made on this thread."""
@@ -71,8 +85,14 @@ def choose_engine(
     return GIGATOKEN, fast
 
 
-def open_fast(spec: str, plain: Encoder) -> Encoder:
+def open_fast(spec: str, plain: Encoder | None, vocab_size: int = 0) -> Encoder:
     """The tokenizer in the fast engine.
+
+    Args:
+        spec: The tokenizer.
+        plain: The same in its own engine. Where ids were compared before, only to encode, ``None``
+            saves the time to open it.
+        vocab_size: One more than its largest id, without ``plain``.
 
     Raises:
         ValueError: It cannot have it.
@@ -83,7 +103,7 @@ def open_fast(spec: str, plain: Encoder) -> Encoder:
         raise ValueError(f"engine='gigatoken' must have a tokenizer hf:PATH, not {spec!r}")
     _package()
     try:
-        return GigatokenEncoder(path, plain)
+        return GigatokenEncoder(path, plain, vocab_size)
     except Exception as error:  # it has no class of its own for what it cannot do
         raise ValueError(f"engine='gigatoken' cannot have {spec!r}: {error}") from None
 

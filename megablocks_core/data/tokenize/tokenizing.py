@@ -119,7 +119,9 @@ def tokenize(
         dtype = smallest_dtype(plain.vocab_size).name
         sample = [] if engine == HF else _sample(files, key, max_bytes)
         engine, _ = choose_engine(tokenizer, engine, plain, sample)
-        settings = Settings(tokenizer, plain.name, engine, end, dtype, key, max_bytes)
+        settings = Settings(
+            tokenizer, plain.name, engine, end, dtype, key, max_bytes, plain.vocab_size
+        )
         staged = _open_staged(prefix, files, settings, overwrite)
         try:
             resumed = staged.counts.units

@@ -98,3 +98,18 @@ def test_a_tokenizer_that_changed_is_refused(bpe):
 
 def test_hashes_of_no_documents():
     assert content_hashes(np.empty(0, np.uint16), np.empty(0, np.int64)).tolist() == []
+
+
+def test_the_fast_engine_alone_encodes_as_with_its_twin(tmp_path, bpe, monkeypatch):
+    texts = ["", "the model", f"a{END}b", "数据"]
+    _, unit = encode(tmp_path, f"hf:{bpe}", 0, texts)
+    plain = open_encoder(f"hf:{bpe}")
+    common = (f"hf:{bpe}", plain.name, "gigatoken", 0, "uint16", "text", 10**6)
+    both = UnitEncoder(Settings(*common)).encode(unit)
+    monkeypatch.setattr(encoding, "open_encoder", None)
+    alone = UnitEncoder(Settings(*common, plain.vocab_size)).encode(unit)
+    for one, other in zip(both, alone, strict=True):
+        assert np.array_equal(one, other)
+    assert len(alone.ids) > 3
+    with pytest.raises(ValueError, match="has changed since the run began"):
+        UnitEncoder(Settings(f"hf:{bpe}", "hf of before", *common[2:], plain.vocab_size))
