@@ -1,6 +1,7 @@
 """Folders and checkpoints are quantised to the bytes that their model is written as."""
 
 import json
+import signal
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from megablocks_core.auto.command import main
 from megablocks_core.auto.quantizing import quantize_to_hf
 from megablocks_core.export import save_hf, save_quantized_hf, verify
 from megablocks_core.export.quantising import Int4, Int8
+from megablocks_core.files import is_unfinished
 from tests.auto.runs import save, trained
+from tests.auto.test_drills import PROGRAM
 from tests.export.quantising.tiny_recipes import RECIPES, calibrated, tiny
 
 
@@ -58,6 +61,25 @@ def test_a_checkpoint_becomes_what_its_model_is_written_as(tmp_path):
     assert ours.keys() == theirs.keys()
     assert ours["model.safetensors"] == theirs["model.safetensors"]
     verify(tmp_path / "out", values=True)
+
+
+@pytest.mark.drill
+def test_a_run_that_is_killed_at_any_call_leaves_nothing_or_all(folder, tmp_path, launch):
+    words = ("quantize", folder / "hf", "--recipe", "int8")
+    quantize_to_hf(folder / "hf", tmp_path / "whole", recipe=Int8())
+    whole, killed = bytes_of(tmp_path / "whole"), 0
+    for call in range(1, 100):
+        out = tmp_path / f"{call}" / "out"
+        (process,) = launch("-c", PROGRAM, call, "before", *words[:2], out, *words[2:])
+        _, errors = process.communicate(timeout=120)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, errors
+        killed += 1
+        left = list(out.parent.iterdir()) if out.parent.exists() else []
+        assert not out.exists() or bytes_of(out) == whole
+        assert out.exists() or all(is_unfinished(path) for path in left)
+    assert bytes_of(out) == whole and killed >= 3 * len(whole)
 
 
 def said(capsys, *arguments):
