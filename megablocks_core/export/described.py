@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
 from megablocks_core.export.arguments import check_model, folder_of
@@ -20,6 +20,7 @@ from megablocks_core.export.layout import Layout
 from megablocks_core.export.operations import Lazy
 from megablocks_core.export.ours import Ours, Visited
 from megablocks_core.export.quantised import plain
+from megablocks_core.export.slabs import slabs
 from megablocks_core.export.verifying import layout_of
 from megablocks_core.export.vocabulary import padded, part_shapes, with_vocabulary
 from megablocks_core.files import check_new, read_json
@@ -75,7 +76,8 @@ def described(
 ) -> Described:
     """Describe a model, at any layout; every rank of ``group`` calls it.
 
-    Every rank looks once at its shares' values. Sends some small messages.
+    Every rank looks once at its shares' values. Sends some small messages; a tied tensor that is
+    held apart from its twin, as on the last stage of a pipeline, goes with that to the first rank.
 
     Args:
         model: A model of a family in ``families.FAMILIES``.
@@ -89,8 +91,8 @@ def described(
 
     Raises:
         ValueError: The family is unknown, tensors are not those that the config describes or are
-            on ``meta``, values are not finite or do not fit their dtypes, or ranks differ in what
-            they ask for.
+            on ``meta``, values are not finite or do not fit their dtypes, tied tensors that are
+            held apart differ, or ranks differ in what they ask for.
     """
     with together(task, group=group):
         config = config_of(model, None if like is None else folder_of(like, "like"))
@@ -102,18 +104,59 @@ def described(
         ]
         if empty := [name for name, tensor, _ in held if tensor.is_meta]:
             raise ValueError(f"model must have values, but {empty} are on meta")
-        shapes = part_shapes(model)
+        own = part_shapes(model)
+    # Stages of a pipeline hold different tensors, and must see one layout.
+    shapes = {name: shape for one in group.all_gather_object(own) for name, shape in one.items()}
+    with together(task, group=group):
         layout = layout_of(config).named(shapes)
         if vocab_size is not None:
             layout = padded(layout, config, shapes)
         dtypes = chosen(dtype, like)
     collection = Collection(held, group=group, task=task, raises=RuntimeError, order=layout.order)
+    copies = _copies(collection, layout)
     with together(task, group=group):
-        wholes = planned(collection.wholes, layout, dtypes)
+        once = [whole for whole in collection.wholes if whole.name not in copies]
+        wholes = planned(once, layout, dtypes)
     _check_agreed({**agreed, "dtype": [*map(str, wholes)]}, group)
+    _check_copies(collection, copies, group)
     check_values(held, layout, dtypes, group=group, allow_nonfinite=allow_nonfinite)
     ours = Ours(collection.wholes)
     return Described(config, layout, collection, ours, wholes, made_of(ours, layout))
+
+
+def _copies(collection: Collection, layout: Layout) -> dict[str, str]:
+    """Tensors that a tie leaves out on disk and a rank holds apart, with their twins."""
+    here = {whole.name for whole in collection.wholes}
+    return {
+        name: twin
+        for name, twin in layout.tied_parts.items()
+        if name in here and twin in here and name not in layout.order
+    }
+
+
+def _check_copies(collection: Collection, copies: Mapping[str, str], group: Group) -> None:
+    """Compare such tensors with their twins, on the first rank.
+
+    Raises:
+        ValueError: On every rank: some differ, by name.
+    """
+    kinds = {name: (shape, dtype) for name, shape, dtype in collection.wholes}
+    pairs = {name: twin for name, twin in copies.items() if kinds[name] == kinds[twin]}
+    differing = copies.keys() - pairs.keys()
+    boxes = [
+        (name, [(name, box), (twin, box)])
+        for name, twin in pairs.items()
+        for box in slabs(*kinds[name])
+    ]
+
+    def compare(name: str, values: list[Tensor]) -> None:
+        if not torch.equal(*values):
+            differing.add(name)
+
+    collection.visit({0: boxes}, compare)
+    if names := group.all_gather_object(sorted(differing))[0]:
+        texts = [f"{name} and {copies[name]}" for name in names]
+        raise ValueError(f"the model has {', '.join(texts)}, which are tied, but differ")
 
 
 def _check_agreed(plan: Mapping[str, object], group: Group) -> None:
