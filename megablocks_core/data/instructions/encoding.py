@@ -13,7 +13,7 @@ import numpy as np
 from megablocks_core.data.instructions.offsets import Located, open_locator
 from megablocks_core.data.instructions.rows import Block, rows_of
 from megablocks_core.data.instructions.schemas import BadRow, read_conversation, read_preference
-from megablocks_core.data.instructions.templates import ALL, ChatTemplate, Rendered
+from megablocks_core.data.instructions.templates import ALL, EVERYTHING, ChatTemplate, Rendered
 from megablocks_core.data.tokenize.encoders import open_encoder
 from megablocks_core.data.tokenize.reading import Bad
 
@@ -154,13 +154,15 @@ class RowEncoder:
             ]
             own, schema = [*pair.prompt, *pair.chosen, *pair.rejected], PREFERENCES
         else:
-            schema, messages, text, tools = read_conversation(row, self.settings.schema)
+            schema, messages, text, tools, prompt = read_conversation(row, self.settings.schema)
             if schema == "text":
                 texts, own = [Rendered(text, [(0, len(text))])], [{"content": text}]
             elif template is None:
                 raise BadRow("is a conversation, which needs a template")
             else:
-                texts, own = [template.spans(messages, tools, train_on=train_on)], messages
+                prompt = 0 if train_on == EVERYTHING else prompt
+                rendered = template.spans(messages, tools, train_on=train_on, prompt=prompt)
+                texts, own = [rendered], messages
         for rendered in texts:
             _refuse_text(rendered.text)
         return _Ready(line, schema, texts, self._holds_control(own))

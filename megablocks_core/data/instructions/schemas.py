@@ -6,6 +6,7 @@ A schema is known by its keys; a key whose value is null is not there. In this o
 ``sharegpt``  conversations: [{from, value}, ...]
 ``alpaca``    instruction, output and, if there is one, input
 ``dolly``     instruction, response and, if there is one, context
+``completion``  prompt and completion, each a string or [{role, content}, ...]
 ``text``      plain text, which is no conversation
 """
 
@@ -22,6 +23,7 @@ _NEEDED = {
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
     "dolly": ("instruction", "response"),
+    "completion": ("prompt", "completion"),
     "text": ("text",),
 }
 SCHEMAS = tuple(_NEEDED)
@@ -52,12 +54,14 @@ class Conversation(NamedTuple):
         messages: Of the conversation; none where the row is plain text.
         text: Where it is that.
         tools: That a template may list.
+        prompt: The first messages, of which no turn of the assistant is to be learnt.
     """
 
     schema: str
     messages: list[Message]
     text: str
     tools: list[Any] | None
+    prompt: int = 0
 
 
 class Preference(NamedTuple):
@@ -84,6 +88,8 @@ def read_conversation(row: Any, schema: str = AUTO) -> Conversation:
         raise BadRow(f"has not the keys of the schema {schema}")
     if schema == "text":
         return Conversation(schema, [], _text(given["text"], "a text"), None)
+    if schema == "completion":
+        return _completed(given)
     messages = {
         "messages": lambda: _messages(given["messages"]),
         "sharegpt": lambda: _share_gpt(given),
@@ -199,6 +205,12 @@ def _single_turn(row: Mapping[str, Any], more: str, answer: str) -> list[Message
         question = f"{question}\n\n{added}"
     messages += _pair(question, _text(row[answer], "an answer"))
     return _with_system(row, messages)
+
+
+def _completed(row: Mapping[str, Any]) -> Conversation:
+    prompt = _with_system(row, _turns(row["prompt"], "user"))
+    messages = [*prompt, *_turns(row["completion"], ASSISTANT)]
+    return Conversation("completion", messages, "", _tools(row), len(prompt))
 
 
 def _pair(question: str, answer: str) -> list[Message]:

@@ -108,6 +108,26 @@ def test_each_schema_and_what_is_learnt(tmp_path):
     assert "a.jsonl" in str(caught.value)
 
 
+def test_of_a_prompt_and_its_completion_only_the_completion_is_learnt(tmp_path):
+    q, a = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    rows = [
+        {"prompt": [q, a, q], "completion": [{"role": "assistant", "content": "b"}]},
+        {"prompt": "q", "completion": "b"},
+    ]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    options = {"tokenizer": "bytes", "workers": 0, "overwrite": True}
+    for template in (CHATML, UNMARKED):
+        for train_on, turns in (("all", 1), ("last", 1), ("everything", 4)):
+            prepare_conversations(
+                [path], tmp_path / "x", template=template, train_on=train_on, **options
+            )
+            for (ids, mask), most in zip(
+                documents(tmp_path / "x"), (turns, min(turns, 2)), strict=True
+            ):
+                learnt = bytes(t for t, one in zip(ids, mask, strict=True) if one).decode()
+                assert learnt.count("<|im_end|>") == most and learnt.endswith("b<|im_end|>\n")
+
+
 def test_bad_rows_stop_or_are_skipped_and_reported(tmp_path, bpe):
     good = {"messages": some_chats(1)[0]}
     user = {"role": "user", "content": "a\0b"}

@@ -28,6 +28,9 @@ SYSTEM = {"role": "system", "content": "s"}
         ({"instruction": "q", "output": "a"}, "alpaca", [Q, A]),
         ({"instruction": "q", "input": "", "output": "a"}, "alpaca", [Q, A]),
         ({"instruction": "q", "response": "a", "category": "c"}, "dolly", [Q, A]),
+        ({"prompt": "q", "completion": "a", "text": "t"}, "completion", [Q, A]),
+        ({"prompt": [Q], "completion": [A]}, "completion", [Q, A]),
+        ({"system": "s", "prompt": "q", "completion": [A]}, "completion", [SYSTEM, Q, A]),
     ],
 )
 def test_a_schema_is_known_by_its_keys(row, schema, messages):
@@ -70,6 +73,9 @@ def test_plain_text_is_no_conversation():
         ("text", "is no JSON object"),
         ({}, "has the keys of no schema"),
         ({"instruction": "q"}, "has the keys of no schema"),
+        ({"prompt": "q"}, "has the keys of no schema"),
+        ({"prompt": "q", "completion": []}, "has no list of messages"),
+        ({"prompt": 1, "completion": "a"}, "has no list of messages"),
         ({"messages": []}, "has no list of messages"),
         ({"messages": "[]"}, "has no list of messages"),
         ({"messages": ["q"]}, "has a message that is no JSON object"),
