@@ -14,7 +14,7 @@ from megablocks_core.export.finite import ends, greatest_finite, is_finite
 from megablocks_core.export.layout import Layout
 from megablocks_core.export.source import FLOATS, HfFolder
 from megablocks_core.files.safetensors import DTYPE_CODES
-from megablocks_core.groups import Group, Held, together
+from megablocks_core.groups import Group, Held, Whole, together
 from megablocks_core.groups.placements import local
 
 # Of all tensors, or by on-disk name; a tensor that is not named, or is not floating-point, has its
@@ -22,6 +22,7 @@ from megablocks_core.groups.placements import local
 Dtypes = torch.dtype | Mapping[str, torch.dtype] | None
 
 _FLOATING = {code: dtype for dtype, code in DTYPE_CODES.items() if code in FLOATS}
+_SERVED = tuple(_FLOATING.values())
 
 
 def chosen(
@@ -38,8 +39,8 @@ def chosen(
         found = HfFolder(Path(like)).tensors
         codes = {name: tensor.get_dtype() for name, tensor in found.items()}
         return {name: _FLOATING[code] for name, code in codes.items() if code in _FLOATING}
-    if dtype is not None and dtype not in _FLOATING.values():
-        served = ", ".join(str(one) for one in _FLOATING.values())
+    if dtype is not None and dtype not in _SERVED:
+        served = ", ".join(map(str, _SERVED))
         raise ValueError(f"dtype={dtype!r} must be one of {served}, or 'like'")
     return dtype
 
@@ -49,6 +50,18 @@ def dtype_of(name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
     if dtypes is None or not own.is_floating_point:
         return own
     return dtypes.get(name, own) if isinstance(dtypes, Mapping) else dtypes
+
+
+def check_floating(wholes: Iterable[Whole]) -> None:
+    """Raise for tensors of the model that no folder of plain ones has.
+
+    Raises:
+        ValueError: Some are not floating-point, or have eight bits, by name.
+    """
+    strange = [f"{one.name} is {one.dtype}" for one in wholes if one.dtype not in _SERVED]
+    if strange:
+        served = ", ".join(map(str, _SERVED))
+        raise ValueError(f"model must have tensors of {served}, but {', '.join(strange)}")
 
 
 class _Seen(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megablocks_core.export.drafting import Written
-from megablocks_core.export.dtypes import Dtypes, dtype_of
+from megablocks_core.export.dtypes import Dtypes, check_floating, dtype_of
 from megablocks_core.export.layout import Layout, Shapes
 from megablocks_core.export.operations import Lazy
 from megablocks_core.export.ours import Ours
@@ -41,7 +41,7 @@ def planned(wholes: list[Whole], layout: Layout, dtypes: Dtypes) -> list[Whole]:
     """The tensors of the files, in the order in which the last of ours for each come.
 
     Raises:
-        ValueError: Ours are not those that the layout describes.
+        ValueError: Ours are not those that the layout describes, or not floating-point.
     """
     owners = {name: rule for rule in layout.rules for name in rule.ours}
     shapes: Shapes = {}
@@ -55,6 +55,7 @@ def planned(wholes: list[Whole], layout: Layout, dtypes: Dtypes) -> list[Whole]:
     complete = [rule for rule in layout.rules if here.issuperset(rule.ours)]
     whole_shapes = {name: shape for rule in complete for name, shape in rule.theirs.items()}
     check_schema(whole_shapes | shapes, layout.schema)
+    check_floating(wholes)
     last = {id(owners[whole.name]): whole for whole in wholes}
     return [
         Whole(name, shape, dtype_of(name, whole.dtype, dtypes))

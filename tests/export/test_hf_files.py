@@ -23,7 +23,7 @@ WHOLES = [
     Whole("one", (2,), torch.float32),
     Whole("gate", (2, 3), torch.float32),
     Whole("up", (2, 3), torch.float32),
-    Whole("ids", (2,), torch.int32),
+    Whole("ids", (2,), torch.float32),
 ]
 
 
@@ -31,23 +31,29 @@ def test_tensors_come_when_all_that_they_are_made_of_has():
     assert planned(WHOLES, LAYOUT, None) == [
         Whole("first", (2,), torch.float32),
         Whole("gate_up", (4, 3), torch.float32),
-        Whole("ids", (2,), torch.int32),
+        Whole("ids", (2,), torch.float32),
     ]
-    assert [whole.dtype for whole in planned(WHOLES, LAYOUT, torch.float64)] == [
-        torch.float64,
-        torch.float64,
-        torch.int32,
-    ]
+    dtypes = {whole.dtype for whole in planned(WHOLES, LAYOUT, torch.float64)}
+    assert dtypes == {torch.float64}
     moved = planned([WHOLES[1], WHOLES[0], WHOLES[2], WHOLES[3]], LAYOUT, None)
     assert [whole.name for whole in moved] == ["first", "gate_up", "ids"]
 
 
 def test_what_the_layout_does_not_say_is_refused():
-    strange = [*WHOLES[:2], Whole("ids", (3,), torch.int32), Whole("more", (1,), torch.float32)]
+    strange = [*WHOLES[:2], Whole("ids", (3,), torch.float32), Whole("more", (1,), torch.float32)]
     with pytest.raises(ValueError) as caught:
         planned(strange, LAYOUT, None)
     for part in ("missing ['gate_up']", "not described ['more']", "ids has shape (3,), described"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_tensors_that_are_no_plain_floats_are_named(dtype):
+    """No other reader of the folder, and ``verify`` neither, would take them."""
+    strange = [*WHOLES[:3], Whole("ids", (2,), dtype)]
+    for wanted in (None, torch.float32):
+        with pytest.raises(ValueError, match=f"model must have tensors of .*, but ids is {dtype}"):
+            planned(strange, LAYOUT, wanted)
 
 
 def test_tensors_are_made_as_the_rules_say():
