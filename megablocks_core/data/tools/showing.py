@@ -62,7 +62,7 @@ def show(
     The text is there for a dataset of ``bytes``, or with a ``tokenizer``.
 
     Raises:
-        ValueError: The tokenizer is none, or another than the manifest names.
+        ValueError: The tokenizer is none, or another than the manifest names; ``most`` is negative.
         IndexError: There is no such document.
     """
     dataset = open_dataset(prefix)
@@ -112,6 +112,7 @@ def _part(
     most: int,
 ) -> Part:
     document, start, stop = taken
+    most = whole_number("most", most, 0)
     begin = dataset.document_start(document) + start
     tokens: Any = dataset.tokens
     ids = np.asarray(tokens[begin : begin + min(stop - start, most)])

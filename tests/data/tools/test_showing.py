@@ -55,6 +55,8 @@ def test_a_document_and_the_first_of_its_tokens(tmp_path):
     part = show(prefix, 1, most=2)
     assert (part.length, part.ids.tolist(), part.text) == (3, [104, 105], "hi")
     assert show(prefix, 2).text == ""
+    with pytest.raises(ValueError, match="most=-1 must be at least 0"):
+        show(prefix, 1, most=-1)
     for document in (3, -1):
         with pytest.raises(IndexError, match=f"document {document} of 3"):
             show(prefix, document)
