@@ -82,6 +82,10 @@ def split(
     for one in outs.values():
         refuse_inputs(one, [dataset])
     try:
+        split_documents(0, fractions, names=chosen)  # before all tokens are read
+    except ValueError as error:
+        raise ValueError(str(error).replace("weights=", "fractions=", 1)) from None
+    try:
         dataset.verify()
     except ValueError as error:
         raise DamagedDataset(str(error)) from error

@@ -77,7 +77,8 @@ def test_sequences_and_modes_stay(tmp_path):
     ("given", "message"),
     [
         ({"fractions": "1,1", "by": "x"}, "by='x' must be one of document, place"),
-        ({"fractions": "1,x"}, "weights='1,x' must be several numbers"),
+        ({"fractions": "1,x"}, "^fractions='1,x' must be several numbers"),
+        ({"fractions": "1,-1"}, "^fractions='1,-1' must be 0 or more"),
         ({"fractions": 0.9}, "fractions=0.9 must be several"),
         ({"fractions": "1,1", "names": ["a"]}, r"names=\['a'\] must be one for each of the 2"),
         ({"fractions": "1,1", "names": ["a", "a"]}, "no two of them equal"),
