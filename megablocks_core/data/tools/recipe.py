@@ -103,11 +103,12 @@ def _opened(path: Path, given: dict[str, Any]) -> Recipe:
         options["sequence_length"] = _stages(given, "row_length")
     if "skip" in given:
         options["skip"] = given["skip"]
-    num_samples = None
+    num_samples, weights = None, _weights(given, sources)
     if "steps" in given:
         steps = whole_number("steps", given["steps"], 1)
+        if weights is None:
+            raise ValueError(f"steps={steps} must be left out where no source has a weight")
         num_samples = StepPlan(options["global_batch_size"]).start(steps)
-    weights = _weights(given, sources)
     dataset = _blend(path, given, sources, weights, num_samples)
     plan = StepPlan(options["global_batch_size"])
     return Recipe(str(path), dataset, options, plan.num_steps(len(dataset), drop_last=True))

@@ -128,6 +128,8 @@ def test_without_steps_it_lasts_as_long_as_its_sources(recipe_file):
     recipe = open_recipe(recipe_file(sources=sources, without=["steps"]))
     one_epoch = sum(epoch_of(source) for source in recipe.dataset.sources.values())
     assert len(recipe.dataset) == one_epoch and recipe.steps == one_epoch // 4
+    with pytest.raises(ValueError, match="steps=40 must be left out where no source has a weight"):
+        open_recipe(recipe_file(sources=sources, steps=40))
 
 
 def test_toml_is_the_same(tmp_path, recipe_file):
@@ -155,7 +157,7 @@ SOURCE = {"prefix": "web", "weight": 1}
         ({"sources": []}, r"sources=\[\] must be an object"),
         ({"sources": {"a": {**SOURCE, "wieght": 1}}}, r"source 'a' has the keys \['wieght'\]"),
         ({"sources": {"a": {"weight": 1}}}, r"source 'a' must have \['prefix'\]"),
-        ({"sources": {"a": {"prefix": 1}}}, "prefix=1 must be a path"),
+        ({"sources": {"a": {"prefix": 1, "weight": 1}}}, "prefix=1 must be a path"),
         (
             {"sources": {"a": SOURCE, "b": {"prefix": "code"}}},
             r"sources \['b'\] must have a weight too, or none may",
