@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -91,7 +92,7 @@ class UnitEncoder:
         for start, stop in _batches(read.texts):
             texts, places = read.texts[start:stop], read.places[start:stop]
             parts.append(self._ids(texts, places, bad))
-            text_bytes += sum(map(_utf8_bytes, texts))
+            text_bytes += sum(map(_utf8_bytes, compress(texts, parts[-1].lengths)))
         lengths = np.concatenate([part.lengths for part in parts] or [np.empty(0, np.int64)])
         ids = np.concatenate([part.ids for part in parts] or [np.empty(0, self._dtype)])
         documents = lengths[lengths > 0]
