@@ -173,8 +173,16 @@ def open_template(
         variables: More of them, which go before.
 
     Raises:
-        ValueError: There are several, or the file cannot be read.
+        ValueError: There are several, the file cannot be read, or the text is that of a path.
     """
+    if variables is not None and not isinstance(variables, Mapping):
+        raise ValueError(f"variables={variables!r} must be values by name")
+    if not isinstance(template, str | Path | None):
+        raise ValueError(f"template={template!r} must be the text of a template, or a Path")
+    if isinstance(template, str) and template and "{" not in template:
+        raise ValueError(
+            f"template={_shown(template)} must be the text of a template; of a file, give a Path"
+        )
     folder = tokenizer_file(tokenizer[3:]).parent if tokenizer.startswith("hf:") else None
     config = _json(folder / "tokenizer_config.json") if folder else {}
     special = {**(_json(folder / "special_tokens_map.json") if folder else {}), **config}

@@ -182,8 +182,8 @@ def test_a_conversation_without_an_answer_is_refused():
 def test_a_template_comes_with_its_tokenizer(bpe, tmp_path):
     source, variables = open_template(None, f"hf:{bpe}")
     assert (source, variables) == (CHATML, {"eos_token": "<|endoftext|>"})
-    assert open_template("x", f"hf:{bpe}", variables={"eos_token": "e"}) == (
-        "x",
+    assert open_template("{{ x }}", f"hf:{bpe}", variables={"eos_token": "e"}) == (
+        "{{ x }}",
         {"eos_token": "e"},
     )
     (tmp_path / "t.jinja").write_text("from a file")
@@ -191,6 +191,19 @@ def test_a_template_comes_with_its_tokenizer(bpe, tmp_path):
     assert open_template(None, "bytes") == (None, {})
     with pytest.raises(ValueError, match="must be a file"):
         open_template(tmp_path / "none", "bytes")
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "message"),
+    [
+        ("chat.jinja", None, "^template='chat.jinja' must be the text of a template; of a file"),
+        (3, None, "^template=3 must be the text of a template, or a Path"),
+        (CHATML, ["a"], r"^variables=\['a'\] must be values by name"),
+    ],
+)
+def test_arguments_that_are_no_template_are_refused(template, variables, message):
+    with pytest.raises(ValueError, match=message):
+        open_template(template, "bytes", variables=variables)
 
 
 def test_templates_are_found_as_transformers_saves_them(bpe, tmp_path):
