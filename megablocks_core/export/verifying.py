@@ -46,9 +46,18 @@ def verify(
         return
     if faults := _not_finite(source, progress):
         raise ValueError(f"{path}: values must be finite: {'; '.join(faults)}")
-    for name, twin in layout.ties.items():
+    check_ties(source)
+
+
+def check_ties(source: HfFolder) -> None:
+    """Compare the values of tied tensors that a folder holds twice.
+
+    Raises:
+        ValueError: They differ.
+    """
+    for name, twin in source.layout.ties.items():
         if name in source.tensors and not are_equal(source.tensors[name], source.tensors[twin]):
-            raise ValueError(f"{path}: {name} and {twin} are tied, but differ")
+            raise ValueError(f"{source.path}: {name} and {twin} are tied, but differ")
 
 
 def _not_finite(source: HfFolder, progress: Callable[[int, int], None] | None) -> list[str]:

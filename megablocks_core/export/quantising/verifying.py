@@ -17,6 +17,7 @@ from megablocks_core.export.quantising.recipe import Fp8Blocks
 from megablocks_core.export.quantising.weights import Kind, cache_scales, schema_of
 from megablocks_core.export.slabs import dtype_of, nbytes_of, slabs
 from megablocks_core.export.source import FLOATS, HfFolder
+from megablocks_core.export.verifying import check_ties, layout_of
 from megablocks_core.files import read_json
 from megablocks_core.files.safetensors import DTYPE_CODES
 
@@ -45,7 +46,8 @@ def verify_quantised(
 
     Args:
         path: A folder whose config names a recipe, as ``save_quantized_hf`` writes it.
-        values: Look at values too: all must be finite, and scales above 0; else headers alone.
+        values: Look at values too: all must be finite, scales above 0, and tied tensors equal;
+            else headers alone.
         progress: Called with the bytes of values looked at so far, and in all.
 
     Raises:
@@ -55,6 +57,7 @@ def verify_quantised(
     settings = settings_of(source.config, source.path)
     if settings is None:
         raise ValueError(f"{path} must be quantised by a recipe, and say so in its config")
+    layout_of(source.config)  # raises for a family that is not known
     stored = {
         name: whole for name, whole in source.stored.items() if not source.layout.ignores(name)
     }
@@ -64,8 +67,11 @@ def verify_quantised(
         raise ValueError(
             f"{path}: tensors must be those that config.json describes: {'; '.join(faults)}"
         )
-    if values and (faults := _wrong_values(stored, progress)):
+    if not values:
+        return
+    if faults := _wrong_values(stored, progress):
         raise ValueError(f"{path}: values must be finite, and scales above 0: {'; '.join(faults)}")
+    check_ties(source)
 
 
 def _schema(

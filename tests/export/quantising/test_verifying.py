@@ -174,3 +174,17 @@ def test_a_published_folder_of_blocks_may_hold_stacks_of_experts(tmp_path):
     change(tmp_path, f"{name}_scale_inv", scales)
     with pytest.raises(ValueError, match=f"{name}_scale_inv has 16 of 64 that are not"):
         verify_quantised(tmp_path, values=True)
+
+
+def test_a_tied_head_beside_quantised_weights_must_be_the_table(tmp_path):
+    pretrained(tmp_path, "qwen3", dtype=torch.bfloat16)
+    quantise_fp8(tmp_path)
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change(tmp_path, "lm_head.weight", table.clone())
+    verify_quantised(tmp_path, values=True)
+    change(tmp_path, "lm_head.weight", -table)
+    with pytest.raises(ValueError, match=r"lm_head\.weight and .* are tied, but differ"):
+        verify_quantised(tmp_path, values=True)
+    edit_config(tmp_path, model_type="nobodys")
+    with pytest.raises(ValueError, match="model_type='nobodys' must be one of"):
+        verify_quantised(tmp_path)
