@@ -113,7 +113,11 @@ def convert(
     mds.compression_level(compression)
     if overwrite and kind != IDX:
         raise ValueError(f"overwrite=True replaces an indexed dataset alone, not a {kind}: folder")
-    size = whole_number("shard_bytes", shard_bytes or _SHARD_BYTES.get(kind, 1), 1)
+    size = _SHARD_BYTES.get(kind, 1) if shard_bytes is None else shard_bytes
+    size = whole_number("shard_bytes", size, 1)
+    eos = None if eos is None else whole_number("eos", eos)
+    if column is not None and not isinstance(column, str):
+        raise ValueError(f"column={column!r} must be the name of one")
     if kind == MDS and size >= 1 << 32:
         raise ValueError(f"shard_bytes={size} must be below 2**32 for mds:")
     if kind == from_kind == IDX and prefix_of(path) == prefix_of(from_path):

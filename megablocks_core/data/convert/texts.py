@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megablocks_core.data.builder import smallest_dtype
-from megablocks_core.data.convert.documents import Batch, Counts
-from megablocks_core.data.tokenize.encoders import Encoder, end_of_document, open_encoder
+from megablocks_core.data.convert.documents import BadSource, Batch, Counts
+from megablocks_core.data.tokenize.encoders import Encoder, Ids, end_of_document, open_encoder
 from megablocks_core.data.tokenize.fast_engine import AUTO, choose_engine
 
 _CHARACTERS = 1 << 20  # encoded at a time
@@ -33,6 +33,7 @@ class TextSource:
 
     Raises:
         ValueError: There is no tokenizer, or it has no such end.
+        BadSource: The tokenizer fails on a text.
     """
 
     def __init__(
@@ -53,17 +54,31 @@ class TextSource:
     def batches(self, counts: Counts) -> Iterator[Batch]:
         """All documents, in order."""
         encoder: Encoder | None = None
+        before = 0
         for texts, nbytes in self._read():
             if encoder is None:
                 _, encoder = choose_engine(self._spec, AUTO, self._plain, texts[:16])
             for some in _runs(texts):
-                yield self._batch(encoder, some, counts)
+                yield self._batch(self._encode(encoder, some, before), counts)
+                before += len(some)
             yield Batch(np.empty(0, self.dtype), np.empty(0, np.int64), nbytes)
 
-    def _batch(self, encoder: Encoder, texts: list[str], counts: Counts) -> Batch:
-        found = encoder.encode(texts)
+    def _encode(self, encoder: Encoder, texts: list[str], before: int) -> Ids:
+        try:
+            return encoder.encode(texts)
+        except BaseException as error:  # a panic of an engine in Rust is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
+            if len(texts) == 1:
+                why = f"cannot be encoded by the tokenizer: {error}"
+                raise BadSource(f"text {before} {texts[0][:60]!r} {why}") from None
+        each = [self._encode(encoder, [text], before + at) for at, text in enumerate(texts)]
+        ids, lengths = zip(*each, strict=True)
+        return Ids(np.concatenate(ids), np.concatenate(lengths))
+
+    def _batch(self, found: Ids, counts: Counts) -> Batch:
         lengths = found.lengths[found.lengths > 0]
-        counts.empty += len(texts) - len(lengths)
+        counts.empty += len(found.lengths) - len(lengths)
         ids = found.ids.astype(self.dtype)
         if self._end is not None:
             ids = np.insert(ids, np.cumsum(lengths), self._end)

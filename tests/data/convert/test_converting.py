@@ -162,6 +162,9 @@ def test_a_dataset_is_replaced_only_where_asked(tmp_path, corpus):
 @pytest.mark.parametrize(
     ("source", "target", "options", "told"),
     [
+        ("x", "olmo:y", {"eos": "3"}, "eos='3' must be a whole number"),
+        ("x", "mds:y", {"shard_bytes": 0}, "shard_bytes=0 must be at least 1"),
+        ("datasets:y", "z", {"column": 3}, "column=3 must be the name of one"),
         ("x", "datasets:", {}, r"target='datasets:' must have a path after datasets:"),
         ("x", "", {}, "target='' must be a path, or a format and a path"),
         (5, "y", {}, "source=5 must be a path"),

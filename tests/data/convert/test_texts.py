@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+import tokenizers
 
 from megablocks_core.data.convert import texts
-from megablocks_core.data.convert.documents import Counts
+from megablocks_core.data.convert.documents import BadSource, Counts
 from megablocks_core.data.convert.texts import Texts, TextSource
 
 
@@ -19,6 +20,14 @@ def test_documents_do_not_depend_on_runs(monkeypatch, most):
     assert counts.empty == 2
     assert sum(batch.nbytes for batch in batches) == 16
     assert {batch.tokens.dtype for batch in batches} == {np.dtype("u2")}
+
+
+def test_a_text_that_the_tokenizer_fails_on_is_named(tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save(str(tmp_path / "t.json"))
+    given = [Texts(["a"], 1), Texts(["a", "zzz"], 1)]
+    source = TextSource(lambda: iter(given), 2, f"hf:{tmp_path / 't.json'}", False)
+    with pytest.raises(BadSource, match="^text 2 'zzz' cannot be encoded by the tokenizer"):
+        list(source.batches(Counts()))
 
 
 def test_a_tokenizer_is_needed_and_its_end_must_be_one():
