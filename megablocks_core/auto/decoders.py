@@ -15,6 +15,9 @@ from megablocks_core.files import read_json
 from megablocks_core.groups import Mesh
 from megablocks_core.layers import Decoder, DecoderSpec
 
+# Numbers of eight bits need scales.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def decoder_from_hf(
     path: str | os.PathLike[str],
@@ -35,7 +38,8 @@ def decoder_from_hf(
 
     Raises:
         ValueError: The config asks for what a ``Decoder`` does not have, or the folder is not
-            whole or does not fit it, or ``device`` is meta.
+            whole or does not fit it, ``device`` is meta, or ``dtype`` is none that a model computes
+            in.
     """
     folder = folder_of(path)
     config = read_json(folder / "config.json", dict)
@@ -43,8 +47,8 @@ def decoder_from_hf(
     layout_of(config)  # before a model is built that no memory holds: sizes that cannot be
     if dtype is None:
         dtype = _dtype_of(config)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype={dtype!r} must be a floating-point dtype of torch")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(map(str, _DTYPES))}")
     decoder = Decoder(spec, mesh=mesh, device="meta", dtype=dtype)
     load_hf(decoder, folder, device=device)
     return decoder

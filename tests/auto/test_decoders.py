@@ -47,6 +47,14 @@ def test_dtype_is_the_one_asked_for_else_the_folders(tmp_path):
     assert decoder_from_hf(tmp_path).lm_head.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", ["float32", torch.int8, torch.float8_e4m3fn, torch.complex64])
+def test_a_dtype_that_no_model_computes_in_is_refused(tmp_path, dtype):
+    _saved(tmp_path, "llama", torch.float32)
+    message = f"dtype={dtype!r} must be one of torch.bfloat16, torch.float16, torch.float32"
+    with pytest.raises(ValueError, match=message):
+        decoder_from_hf(tmp_path, dtype=dtype)
+
+
 def test_every_family_of_files_is_served_or_its_missing_part_is_named(tmp_path):
     served = {family for family, _ in MODELS.values()}
     assert FAMILIES.keys() - served == MISSING.keys()
