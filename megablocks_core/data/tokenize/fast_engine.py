@@ -109,9 +109,9 @@ def open_fast(spec: str, plain: Encoder | None, vocab_size: int = 0) -> Encoder:
 
 
 def refuse_difference(plain: Encoder, fast: Encoder, texts: Sequence[str]) -> None:
-    """Raise ``ValueError`` if two tokenizers differ on a text."""
+    """Raise ``ValueError`` if two tokenizers differ on a text, or one fails on it."""
     for text in texts:
-        expected, found = (encoder.encode([text]) for encoder in (plain, fast))
+        expected, found = (_encoded(encoder, text) for encoder in (plain, fast))
         if not np.array_equal(expected.ids, found.ids):
             at = _first_difference(expected.ids, found.ids)
             raise ValueError(
@@ -119,6 +119,18 @@ def refuse_difference(plain: Encoder, fast: Encoder, texts: Sequence[str]) -> No
                 f"{text[:60]!r} it has {found.ids[at : at + 3].tolist()} at token {at}, not "
                 f"{expected.ids[at : at + 3].tolist()}"
             )
+
+
+def _encoded(encoder: Encoder, text: str) -> Ids:
+    try:
+        return encoder.encode([text])
+    except BaseException as error:  # a panic of an engine in Rust is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise ValueError(
+            f"engine='gigatoken' must give the ids of the tokenizer's own engine; on the text "
+            f"{text[:60]!r} one of them failed: {error}"
+        ) from None
 
 
 def _first_difference(one: np.ndarray, other: np.ndarray) -> int:

@@ -71,6 +71,31 @@ def test_one_different_id_refuses_it_by_name_and_auto_does_without(bpe, monkeypa
         refuse_difference(plain, Differs(plain, text), [text])
 
 
+class Fails(Differs):
+    """Fails on one text, as an engine in Rust does."""
+
+    class Panic(BaseException):
+        pass
+
+    def encode(self, texts):
+        if self.text in texts:
+            raise self.Panic("range end index 3")
+        return self.twin.encode(texts)
+
+
+@pytest.mark.parametrize("side", ["plain", "fast"])
+def test_an_engine_that_fails_on_a_text_is_refused_and_auto_does_without(bpe, monkeypatch, side):
+    plain: Any = open_encoder(f"hf:{bpe}")
+    fails = Fails(open_encoder(f"hf:{bpe}"), "poison")
+    fast = fails if side == "fast" else plain
+    monkeypatch.setattr(fast_engine, "open_fast", lambda spec, plain: fast)
+    if side == "plain":
+        monkeypatch.setattr(plain, "encode", fails.encode)
+    with pytest.raises(ValueError, match="'poison' .*failed: range end index 3"):
+        choose_engine(f"hf:{bpe}", "gigatoken", plain, ["poison"])
+    assert choose_engine(f"hf:{bpe}", "auto", plain, ["poison"]) == ("hf", plain)
+
+
 def test_a_tokenizer_that_it_cannot_have(tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, "<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
