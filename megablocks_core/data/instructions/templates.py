@@ -194,9 +194,10 @@ def open_template(
     }
     if isinstance(template, Path):
         try:
-            source = template.read_text()
-        except OSError as error:
-            raise ValueError(f"template={str(template)!r} must be a file: {error}") from None
+            source = template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = f"must be a file of UTF-8: {error}"
+            raise ValueError(f"template={str(template)!r} {why}") from None
     else:
         source = template or _beside(folder, config, tokenizer)
     return source, {**contents, **(variables or {})}
@@ -205,7 +206,7 @@ def open_template(
 def _beside(folder: Path | None, config: dict[str, Any], tokenizer: str) -> str | None:
     """The template in a tokenizer's folder."""
     if folder and (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text()
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     source = config.get("chat_template")
     if isinstance(source, list):
         named = {each["name"]: each["template"] for each in source}

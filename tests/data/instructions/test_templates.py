@@ -189,8 +189,11 @@ def test_a_template_comes_with_its_tokenizer(bpe, tmp_path):
     (tmp_path / "t.jinja").write_text("from a file")
     assert open_template(tmp_path / "t.jinja", "bytes") == ("from a file", {})
     assert open_template(None, "bytes") == (None, {})
-    with pytest.raises(ValueError, match="must be a file"):
+    with pytest.raises(ValueError, match="must be a file of UTF-8"):
         open_template(tmp_path / "none", "bytes")
+    (tmp_path / "t.jinja").write_bytes(b"\xff{{ x }}")
+    with pytest.raises(ValueError, match="t.jinja' must be a file of UTF-8"):
+        open_template(tmp_path / "t.jinja", "bytes")
 
 
 @pytest.mark.parametrize(
