@@ -98,7 +98,7 @@ class HFFolder:
                         if len(batch):
                             yield path, batch.column(self._column), batch.nbytes
             except (self._arrow.ArrowException, EOFError) as error:
-                raise ValueError(
+                raise BadSource(
                     f"{path}: is no stream of Arrow that can be read: {error}"
                 ) from None
 

@@ -138,6 +138,8 @@ class MDSFolder:
                 text = f"has the columns {names}, must have {' or '.join(wanted)}"
                 raise ValueError(f"{self._index}: {text}")
             kind = encodings[names.index(found)]
+            if len(shard["column_sizes"]) != len(names) or type(shard["samples"]) is not int:
+                raise BadSource(f"{self._index}: does not describe its shards")
         except (KeyError, TypeError, AttributeError, IndexError):
             raise BadSource(f"{self._index}: does not describe its shards") from None
         base, *given = kind.split(":")
@@ -152,7 +154,7 @@ class MDSFolder:
         for key in ("raw_data", "zip_data"):
             try:
                 said = shard[key]
-                name = said["basename"] if said else ""
+                name, _ = (said["basename"], said["bytes"]) if said else ("", 0)
             except (KeyError, TypeError):
                 raise BadSource(f"{self._index}: does not describe its shards") from None
             if name and os.path.basename(name) != name:

@@ -191,9 +191,15 @@ def test_an_index_that_is_none_is_refused(tmp_path):
         ({}, "must be of version 2, with shards"),
         ({"version": 2, "shards": []}, "must be of version 2, with shards"),
         ({"version": 2, "shards": [5]}, "does not describe its shards"),
+        ({"version": 2, "shards": [{**shard, "samples": "1"}]}, "does not describe its shards"),
+        ({"version": 2, "shards": [{**shard, "column_sizes": []}]}, "does not describe its shards"),
+        (
+            {"version": 2, "shards": [{**shard, "raw_data": {"basename": "shard.00000.mds"}}]},
+            "does not describe its shards",
+        ),
         ({"version": 2, "shards": [{**shard, "format": "csv"}]}, "must be of version 2 of mds"),
         (
-            {"version": 2, "shards": [{**shard, "raw_data": {"basename": "../a"}}]},
+            {"version": 2, "shards": [{**shard, "raw_data": {"basename": "../a", "bytes": 1}}]},
             "must be a file beside it",
         ),
         (
