@@ -56,15 +56,16 @@ def calibrate(
         progress: Called with the number of batches done, and of all (0 if that is not known).
 
     Raises:
-        ValueError: There is no batch or it is of another kind, ranks have different numbers of
-            them, ``recipe`` takes no weight of the model, a weight was never used, or a magnitude
-            is not finite; by name.
+        ValueError: ``model`` has no values, there is no batch, or one is empty or of another kind,
+            ranks have different numbers of them, ``recipe`` takes no weight of the model, a weight
+            was never used, or a magnitude is not finite; by name.
         RuntimeError: Another rank failed.
     """
     task = "calibrate()"
     with interrupts_held(group=group):
         with together(task, group=group):
             check_model(model)
+            _check_values(model)
             places = _places(model, recipe)
         found = _Largest(places)
         wanted, cache = set(places.wanted), recipe.cache_algorithm is not None
@@ -175,6 +176,11 @@ def _run(
             progress(done, total)
 
 
+def _check_values(model: nn.Module) -> None:
+    if empty := [name for name, value in model.named_parameters() if value.is_meta]:
+        raise ValueError(f"model must have values, but {empty} are on meta")
+
+
 def _check_batch(batch: object, done: int) -> None:
     if batch is None and not done:
         raise ValueError("batches must hold at least one batch")
@@ -182,6 +188,10 @@ def _check_batch(batch: object, done: int) -> None:
     if not (batch is None or words or isinstance(batch, Tensor)):
         raise ValueError(
             f"batches[{done}]={reprlib.repr(batch)} must be a tensor, or arguments by name"
+        )
+    if isinstance(batch, Tensor) and not batch.numel():
+        raise ValueError(
+            f"batches[{done}] of shape {tuple(batch.shape)} must hold at least one token"
         )
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import torch
+
 from megablocks_core.files import make_folder, read_json, replace_file
 
 _FORMAT, _VERSION = "megablocks_core calibration", 1
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Calibration:
         values: Of the values that a cache would hold, by the weight that makes them.
 
     Raises:
-        ValueError: A magnitude is negative, not finite or no number; by name.
+        ValueError: A magnitude is negative, no number, or more than float32 holds; by name.
     """
 
     inputs: Mapping[str, float]
@@ -42,8 +44,8 @@ class Calibration:
             for name, value in found.items():
                 if not (isinstance(name, str) and _is_magnitude(value)):
                     raise ValueError(
-                        f"{field.name}[{name!r}]={reprlib.repr(value)} must be a finite number, "
-                        "0 or more, by the name of a weight"
+                        f"{field.name}[{name!r}]={reprlib.repr(value)} must be a number of "
+                        "float32, 0 or more, by the name of a weight"
                     )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -80,4 +82,4 @@ class Calibration:
 
 
 def _is_magnitude(value: object) -> bool:
-    return type(value) in (float, int) and 0 <= value < math.inf  # pyright: ignore[reportOperatorIssue]
+    return type(value) in (float, int) and 0 <= value <= _LARGEST  # pyright: ignore[reportOperatorIssue]

@@ -1,5 +1,6 @@
 """Calibration finds the magnitudes that transformers' modules see, at every layout."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -182,6 +183,7 @@ def test_what_cannot_be_is_refused_by_name(folder, case):
     for batches, rule in (
         ([], "batches must hold at least one"),
         ([BATCHES[0], [1, 2]], r"batches\[1\]=\[1, 2\] must be a tensor"),
+        ([BATCHES[0], TOKENS[:0]], r"batches\[1\] of shape \(0, .* must hold at least one"),
         ([{1: TOKENS}], r"batches\[0\]=\{1: .* must be a tensor, or arguments by name"),
     ):
         with pytest.raises(ValueError, match=rule):
@@ -190,6 +192,8 @@ def test_what_cannot_be_is_refused_by_name(folder, case):
         calibrate(model, BATCHES, recipe="fp8")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="must take a weight of the model"):
         calibrate(model, BATCHES, recipe=Fp8(exclude=("*",)))
+    with pytest.raises(ValueError, match="model must have values, but .* are on meta"):
+        calibrate(deepcopy(model).to("meta"), BATCHES, recipe=Fp8())
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"inputs of model\.layers\.1\..* must be finite"):
