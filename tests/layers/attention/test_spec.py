@@ -15,6 +15,15 @@ from tests.layers.attention.requests import sums, tensors
         ({"window": (-1, None)}, r"window=\(-1, None\) must be two numbers"),
         ({"window": (1, 2, 3)}, "must be two numbers"),
         ({"window": (1, 2)}, "behind the place of a causal query"),
+        ({"window": 3}, "window=3 must be two numbers"),
+        ({"window": (1.5, 0)}, r"window=\(1.5, 0\) must be two numbers"),
+        ({"window": ("1", 0)}, "must be two numbers"),
+        ({"soft_cap": "1"}, "soft_cap=1 must be above 0"),
+        ({"soft_cap": True}, "soft_cap=True must be above 0"),
+        ({"cu_seqlens": [0, 8]}, r"cu_seqlens=\[0, 8\] must be a tensor"),
+        ({"cu_seqlens": torch.tensor([0.0, 8.0])}, "of torch.float32 must be whole numbers"),
+        ({"cu_seqlens": torch.zeros(1, 2).int()}, r"cu_seqlens \[1, 2\] of"),
+        ({"cu_seqlens": torch.zeros(0).int()}, r"cu_seqlens \[0\] of"),
         ({"soft_cap": 0.0}, "soft_cap=0.0 must be above 0"),
         ({"scale": float("inf")}, "scale=inf must be above 0 and finite"),
         ({"max_seqlen": 3}, "max_seqlen must come with cu_seqlens"),
@@ -52,3 +61,27 @@ def test_a_causal_mask_is_a_limit_of_sight():
     assert AttentionSpec().limits == (None, 0)
     assert AttentionSpec(mask="full").limits == (None, None)
     assert AttentionSpec(mask="full", window=(3, 1)).limits == (3, 1)
+
+
+def test_no_heads_no_features_and_dtypes_that_differ_raise():
+    q, k, v = tensors()
+    for wrong in ((q[:, :, :0], k, v), (q, k[:, :, :0], v[:, :, :0]), (q[..., :0], k[..., :0], v)):
+        with pytest.raises(ValueError, match="must have a head and a feature at least"):
+            attention(*wrong)
+    for wrong in ((q, k.bfloat16(), v), (q.int(), k.int(), v.int())):
+        for backend in ("naive", "sdpa", "flex"):
+            with pytest.raises(ValueError, match=r"k of torch\..*must be of one floating dtype"):
+                attention(*(x.detach() for x in wrong), backend=backend)
+    with pytest.raises(ValueError, match="k=None"):
+        attention(q, None, v)  # type: ignore[arg-type]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(q.float(), k.bfloat16(), v.float()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ["naive", "sdpa", "flex"])
+@pytest.mark.parametrize(("tokens", "keys"), [(0, 0), (0, 4), (3, 0)])
+def test_no_tokens_are_no_error(backend, tokens, keys):
+    q, k, v = torch.zeros(1, tokens, 4, 8), *(torch.ones(1, keys, 2, 8) for _ in range(2))
+    for spec in (AttentionSpec(), AttentionSpec(window=(1, 0), sinks=torch.zeros(4))):
+        y = attention(q, k, v, spec, backend=backend)
+        assert torch.equal(y, torch.zeros(1, tokens, 4, 8))

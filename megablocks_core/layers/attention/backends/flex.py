@@ -26,6 +26,8 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKW: Tensor, spec: AttentionSpe
 
     Sends nothing. Saved for backward: q, k, v, the result, and one float a token and head.
     """
+    if not q_BTND.shape[1] or not k_BSKD.shape[1]:
+        return q_BTND.new_zeros(*q_BTND.shape[:3], v_BSKW.shape[-1])
     bounds = None if spec.cu_seqlens is None else Boundaries(spec, q_BTND.shape[1])
     if bounds is not None:
         # A product with what is not a number is none, seen or not.

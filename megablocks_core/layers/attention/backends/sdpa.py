@@ -64,7 +64,9 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor) -> tuple[Tenso
     It alone has the feature that queries carry their sinks in.
     """
     width = q.shape[-1]
-    feature_N = sinks_N.to(q.dtype).view(-1, 1, 1).expand(*q.shape[:3], 1)
+    # Minus infinity would be no number beside the other keys' zeros.
+    finite_N = sinks_N.to(q.dtype).clamp(min=torch.finfo(q.dtype).min)
+    feature_N = finite_N.view(-1, 1, 1).expand(*q.shape[:3], 1)
     q = torch.cat((q, pad(feature_N, (0, _FEATURES - 1))), -1)
     sink = k.new_zeros(*k.shape[:2], 1, width + _FEATURES)
     sink[..., width] = 1

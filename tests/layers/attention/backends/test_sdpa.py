@@ -77,3 +77,14 @@ def test_sixteen_bits_with_sinks_are_close_to_the_exact_result():
     exact = by("naive")(*(x.double() for x in given), spec)
     assert y.dtype == torch.bfloat16
     assert (y - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("window", [(None, None), (2, 0)])
+def test_a_sink_of_minus_infinity_is_none(window):
+    q, k, v = (torch.randn(1, 6, 2, 8, generator=torch.Generator().manual_seed(0)) for _ in "qkv")
+    sinks = torch.full((2,), -float("inf"))
+    found = results(by("sdpa"), (q, k, v), AttentionSpec(window=window, sinks=sinks))
+    for other, backend in ((sinks, "naive"), (None, "sdpa")):
+        spec = AttentionSpec(window=window, sinks=other)
+        expected = results(by(backend), (q, k, v), spec)
+        assert_close(found[: len(expected)], expected)
