@@ -171,8 +171,18 @@ def layouts(size):
     return [{"ep": size}, *([{"tp": 2, "etp": 2, "ep": size // 2}] if size > 1 else [])]
 
 
-@ranks(1, 2, 4)
+@ranks(2)
 def test_a_mixture_over_ranks_is_one_process():
+    check_layouts()
+
+
+@pytest.mark.slow
+@ranks(1, 4)
+def test_a_mixture_over_one_and_four_ranks_is_one_process():
+    check_layouts()
+
+
+def check_layouts():
     size = dist.get_world_size()
     for axes in layouts(size):
         mesh = Mesh(**axes)
