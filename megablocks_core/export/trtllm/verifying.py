@@ -78,7 +78,9 @@ def verify_trtllm(
     if faults:
         raise ValueError(f"{folder} must hold what its config.json describes: {'; '.join(faults)}")
     if values and (faults := _strange(opened, progress)):
-        raise ValueError(f"{folder}: values must be finite, and factors too: {'; '.join(faults)}")
+        raise ValueError(
+            f"{folder}: values must be finite, and factors above 0: {'; '.join(faults)}"
+        )
 
 
 def _expected(
@@ -86,6 +88,8 @@ def _expected(
 ) -> dict[str, dict[str, tuple[Shape, torch.dtype]]]:
     """By file the shape and dtype of each tensor; of files that are not there, nothing."""
     given = config["mapping"]
+    if not isinstance(given, Mapping):
+        raise ValueError(f"mapping={given!r} must be an object of sizes")
     ranks = Ranks(
         given.get("tp_size", 1),
         given.get("pp_size", 1),
