@@ -11,8 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
+from megablocks_core.ckpt import load, save
 from megablocks_core.groups import LOCAL, Mesh, Segment, gather_from, gather_whole, scatter_to
-from megablocks_core.parallel import ColumnParallelLinear, RowParallelLinear, add_lora, recompute
+from megablocks_core.parallel import (
+    ColumnParallelLinear,
+    DataParallel,
+    RowParallelLinear,
+    ShardedOptimizer,
+    add_lora,
+    fully_shard,
+    recompute,
+)
 from megablocks_core.parallel.recipes import (
     MXFP8,
     NVFP4,
@@ -224,3 +233,79 @@ def test_a_model_of_layers_is_recomputed_to_the_bit():
 def test_a_mode_that_is_none_is_refused_by_name(factory):
     with pytest.raises(ValueError, match="parallel_mode='rows' must be"):
         factory(16, 16, parallel_mode="rows")
+
+
+def _two_layers(recipes, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        emulated_linear_factory(32, 64, parallel_mode="column", **options),
+        nn.GELU(),
+        emulated_linear_factory(64, 32, parallel_mode="row", **options),
+    )
+    Recipes(dict(zip("02", recipes, strict=True))).apply(model)
+    return model
+
+
+@pytest.mark.parametrize("recipes", [(DelayedScaling(), CurrentScaling()), (MXFP8(), NVFP4())])
+def test_a_compiled_model_is_the_model_without_breaks(recipes):
+    model = _two_layers(recipes)
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    x = torch.randn(16, 32)
+    for factor in (1.0, 3.0):
+        results = [run(each, factor * x, x) for each in (model, compiled)]
+        assert_close(results[1], results[0])
+    for name, parameter in model.named_parameters():
+        assert_close(other.get_parameter(name).grad, parameter.grad)
+    for name, value in model.named_buffers():
+        assert_close(other.get_buffer(name), value)
+
+
+@ranks(2)
+def test_wrapped_models_learn_as_one_process():
+    mesh = Mesh()
+    dp = mesh.group("dp")
+    recipes = (DelayedScaling(amax_history_len=2), CurrentScaling())
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).double()
+
+    def learn(model, optimizer, x):
+        for factor in (1.0, 4.0, 0.5):
+            (factor * model(x)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole = _two_layers(recipes, dtype=torch.float64)
+    learn(whole, torch.optim.SGD(whole.parameters(), lr=1e-4), x)
+    for wrap in (fully_shard, DataParallel, None):
+        inner = _two_layers(recipes, dtype=torch.float64)
+        Recipes(dict(zip("02", recipes, strict=True))).apply(inner, mesh=mesh)
+        if wrap is None:
+            model = inner
+            optimizer = ShardedOptimizer(inner, torch.optim.SGD, group=dp, reduction="sum", lr=1e-4)
+        else:
+            model = wrap(inner, group=dp, reduction="sum")
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        learn(model, optimizer, x.chunk(2)[dp.rank])
+        assert_close(gather_whole(model), gather_whole(whole))
+
+
+@ranks(2)
+def test_scales_go_to_another_size_and_training_goes_on(tmp_path):
+    tp, world = Mesh(tp=2).group("tp"), Mesh(tp=2).group("tp", "dp")
+    recipes = (DelayedScaling(amax_history_len=3), DelayedScaling(amax_history_len=3))
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).double()
+    first, second, third = (
+        _two_layers(recipes, dtype=torch.float64, group=group) for group in (tp, LOCAL, tp)
+    )
+    for factor in (1.0, 4.0):
+        run(first, factor * x, x)
+    assert first.get_buffer("0.fp8.scale_fwd")[0] != 1
+    for before, after, name in ((first, second, "a"), (second, third, "b")):
+        save(tmp_path / name, {"model": before}, group=world)
+        load(tmp_path / name, {"model": after}, group=world)
+    for factor in (0.3, 2.0):
+        expected, found = (run(model, factor * x, x) for model in (first, third))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert_close(run(second, factor * x, x), expected)
+    for name, value in first.named_buffers():
+        assert torch.equal(third.get_buffer(name), value), name
