@@ -69,6 +69,8 @@ class Recipes:
                 raise ValueError(f"patterns={pattern!r} must be names of layers")
             if recipe is not None:
                 check_recipe(f"patterns[{pattern!r}]", recipe)
+        # What the caller does to its mapping later changes nothing.
+        object.__setattr__(self, "patterns", dict(self.patterns))
         check_whole("first_bf16", self.first_bf16, least=0)
         check_whole("last_bf16", self.last_bf16, least=0)
 

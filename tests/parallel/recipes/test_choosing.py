@@ -198,3 +198,10 @@ def test_the_outer_context_does_nothing_without_transformer_engine():
             pass
     with pytest.raises(ValueError, match="recipes='MXFP8' must be a recipe"):
         autocast(["MXFP8"])
+
+
+def test_patterns_stay_as_they_were_given():
+    given = {"a": MXFP8()}
+    recipes = Recipes(given)
+    given["b"] = MXFP8()
+    assert list(recipes.patterns) == ["a"]
