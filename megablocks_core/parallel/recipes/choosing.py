@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megablocks_core.groups import Mesh, specs_of
+from megablocks_core.groups import Group, Mesh, specs_of
 from megablocks_core.groups.marking import clean_name
 from megablocks_core.groups.patterns import matcher
 from megablocks_core.parallel.checks import check_mapping, check_module, check_whole
@@ -126,7 +126,8 @@ class Recipes:
             What ``of`` gives.
 
         Raises:
-            ValueError: As of ``of``; or a chosen layer cannot be rounded, or is cut inside blocks.
+            ValueError: As of ``of``; or a chosen layer cannot be rounded, or is cut inside blocks,
+                or ``mesh`` is none.
         """
         choices, layers = self.of(model), dict(_modules(model))
         plain = [
@@ -140,11 +141,7 @@ class Recipes:
                 "experts= of Transformer Engine, or emulated_linear_factory and emulated_experts"
             )
         chosen = [layers[name] for name, choice in choices.items() if choice.recipe is not None]
-        groups: dict[bool, Any] = {}
-        if mesh is not None:
-            groups[False] = mesh.group("tp", "cp", "dp")
-            if any(map(_is_expert, chosen)):
-                groups[True] = mesh.expert.group("etp", "edp")
+        groups = {} if mesh is None else _groups(mesh, with_experts=any(map(_is_expert, chosen)))
         before = {name: layers[name].recipe for name in choices if _serves(layers[name])}
         for name in before:
             try:
@@ -211,6 +208,16 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _layers(model: nn.Module) -> list[str]:
     """Names of linear layers and of stacks of experts."""
     return [name for name, part in _modules(model) if _serves(part) or _is_layer(part)]
+
+
+def _groups(mesh: object, *, with_experts: bool) -> dict[bool, Group]:
+    """The ranks that share amaxes of dense layers (``False``) and of experts (``True``)."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={mesh!r} must be a Mesh")
+    groups = {False: mesh.group("tp", "cp", "dp")}
+    if with_experts:
+        groups[True] = mesh.expert.group("etp", "edp")
+    return groups
 
 
 def _serves(part: nn.Module) -> bool:

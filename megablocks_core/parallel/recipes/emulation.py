@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megablocks_core.groups import LOCAL, Group
 from megablocks_core.numbers.formats import wide
+from megablocks_core.parallel.checks import check_floating
 from megablocks_core.parallel.counter import bits_of
 from megablocks_core.parallel.memory.replay import remember
 from megablocks_core.parallel.recipes.recipe import (
@@ -72,9 +73,10 @@ def emulated_linear(
         engine: What computes; default plain products of the wide values.
 
     Raises:
-        ValueError: ``recipe`` is none, or needs a ``state`` that is not here.
+        ValueError: ``recipe`` is none, or needs a ``state`` that is not here; or ``x`` has no
+            floating-point numbers.
     """
-    x, weight = _under_autocast(x, weight)
+    x, weight = _operands(x, weight)
     y = _products(
         _rows(x),
         weight.unsqueeze(0),
@@ -117,17 +119,19 @@ def emulated_grouped_linear(
     if len(counts) != len(weight) or sum(counts) != len(x) or min(counts, default=0) < 0:
         raise ValueError(f"counts={counts} must be {len(weight)} numbers with sum {len(x)}")
     numbers = tuple(range(len(weight)) if numbers is None else numbers)
-    x, weight = _under_autocast(x, weight)
+    x, weight = _operands(x, weight)
     plan = _Plan(recipe, state, amax_group, columns, PLAIN, counts, numbers)
     return _products(x, weight, plan)
 
 
-def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
+def _operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as autocast wants them."""
+    check_floating("x.dtype", x.dtype)
+    device = x.device.type
     if not torch.is_autocast_enabled(device):
-        return tensors
+        return x, weight
     dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    return x.to(dtype), weight.to(dtype)
 
 
 class _Plan(NamedTuple):

@@ -135,6 +135,8 @@ def test_what_cannot_be_rounded_is_refused_and_nothing_is_changed():
         recipes = Recipes({"self_attn": MXFP8(), pattern: MXFP8()})
         with pytest.raises(ValueError, match=f"{pattern} .{kind}.* must have a recipe to set"):
             recipes.apply(model)
+    with pytest.raises(ValueError, match="mesh='tp' must be a Mesh"):
+        Recipes({"self_attn": MXFP8()}).apply(model, mesh="tp")
     layer = model.get_submodule("model.layers.1.self_attn.q_proj")
     assert layer.recipe is None
 

@@ -200,6 +200,9 @@ def test_what_is_missing_is_named():
     for recipe in (DelayedScaling(), NVFP4()):
         with pytest.raises(ValueError, match="state=None of .* must be a"):
             emulated_linear(x, weight, recipe=recipe)
+    for numbers in (x.int(), x.bool(), x.to(torch.float8_e4m3fn)):
+        with pytest.raises(ValueError, match="x.dtype=.* must be a floating-point dtype of at"):
+            emulated_linear(numbers, weight, recipe=CurrentScaling())
 
 
 def test_a_model_trains_on_few_bits():
