@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from megablocks_core.auto.sources import described_source, is_hf_folder
 from megablocks_core.export.arguments import folder_of
-from megablocks_core.export.drafting import Slab
-from megablocks_core.export.ours import NamedBox, Visited
 from megablocks_core.export.quantising.calibration import Calibration
 from megablocks_core.export.quantising.recipe import Recipe
 from megablocks_core.export.quantising.saving import (
@@ -23,8 +18,6 @@ from megablocks_core.export.quantising.saving import (
     write_quantised,
 )
 from megablocks_core.files import check_new
-
-T = TypeVar("T")
 
 
 def quantize_to_hf(
@@ -66,20 +59,15 @@ def quantize_to_hf(
     check_asked(recipe, calibration, max_file_bytes)
     target = Path(os.path.realpath(folder_of(path)))
     check_new(target)
-    looked_at = 0
-
-    def looked(done: int, total: int) -> None:
-        nonlocal looked_at
-        looked_at = done
-        if progress is not None:
-            progress(done, total)
-
     found = described_source(
-        source, entry=entry, config=config, like=like, dtype=dtype, progress=looked
+        source,
+        entry=entry,
+        config=config,
+        like=like,
+        dtype=dtype,
+        nbytes=lambda one: nbytes_of_folder(recipe, one.wholes),
+        progress=progress,
     )
-    if progress is not None:
-        total = looked_at + nbytes_of_folder(recipe, found.wholes)
-        found = replace(found, collection=Noted(found.collection, progress, looked_at, total))
     write_quantised(
         found,
         target,
@@ -89,28 +77,3 @@ def quantize_to_hf(
         max_file_bytes=max_file_bytes,
         task=f"quantize_to_hf({str(path)!r})",
     )
-
-
-class Noted:
-    """What gives boxes, and tells of the bytes of files that have been written of them."""
-
-    def __init__(
-        self, inner: Visited, progress: Callable[[int, int], None], done: int, total: int
-    ) -> None:
-        self._inner, self._progress = inner, progress
-        self._done, self._total = done, total
-
-    def visit(
-        self,
-        wanted: Mapping[int, Iterable[tuple[T, Sequence[NamedBox]]]],
-        consume: Callable[[T, list[Tensor]], None],
-    ) -> None:
-        """Call ``consume(key, values)`` for all that the one process wants, in order."""
-
-        def seen(key: T, values: list[Tensor]) -> None:
-            consume(key, values)
-            if isinstance(key, Slab):
-                self._done += key.nbytes
-                self._progress(self._done, self._total)
-
-        self._inner.visit(wanted, seen)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from megablocks_core.auto.quantizing import Noted
 from megablocks_core.auto.sources import described_source
 from megablocks_core.export.arguments import folder_of
 from megablocks_core.export.quantising.calibration import Calibration
@@ -67,19 +65,14 @@ def to_trtllm(
     check_asked(calibration, dtype)
     target = Path(os.path.realpath(folder_of(path)))
     check_new(target)
-    looked_at = 0
-
-    def looked(done: int, total: int) -> None:
-        nonlocal looked_at
-        looked_at = done
-        if progress is not None:
-            progress(done, total)
-
-    found = described_source(source, entry=entry, config=config, dtype=dtype, progress=looked)
-    if progress is not None:
-        size = nbytes_of_checkpoint(found, ranks=ranks, recipe=recipe, dtype=dtype)
-        noted = Noted(found.collection, progress, looked_at, looked_at + size)
-        found = replace(found, collection=noted)
+    found = described_source(
+        source,
+        entry=entry,
+        config=config,
+        dtype=dtype,
+        nbytes=lambda one: nbytes_of_checkpoint(one, ranks=ranks, recipe=recipe, dtype=dtype),
+        progress=progress,
+    )
     write_trtllm(
         found,
         target,
