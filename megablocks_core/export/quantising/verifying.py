@@ -58,9 +58,7 @@ def verify_quantised(
     if settings is None:
         raise ValueError(f"{path} must be quantised by a recipe, and say so in its config")
     layout_of(source.config)  # raises for a family that is not known
-    stored = {
-        name: whole for name, whole in source.stored.items() if not source.layout.ignores(name)
-    }
+    stored = {name: one for name, one in source.stored.items() if not _is_ignored(name, source)}
     schema, faults = _schema(source, settings, stored)
     faults += _faults(stored, schema)
     if faults:
@@ -72,6 +70,12 @@ def verify_quantised(
     if faults := _wrong_values(stored, progress):
         raise ValueError(f"{path}: values must be finite, and scales above 0: {'; '.join(faults)}")
     check_ties(source)
+
+
+def _is_ignored(name: str, source: HfFolder) -> bool:
+    """Whether a tensor is one that nobody reads, or a scale of such a weight."""
+    module = name.rpartition(".")[0]
+    return source.layout.ignores(name) or source.layout.ignores(f"{module}.weight")
 
 
 def _schema(
