@@ -17,13 +17,14 @@ from megablocks_core.data.fingerprint import fingerprint
 from megablocks_core.data.mixture import Mixture
 from megablocks_core.data.permutation import WORD
 from megablocks_core.data.place import Place
+from megablocks_core.data.samples import Samples
 from megablocks_core.data.sources import Source, checked_sources, epoch_of, tokenizers_of
 
 Weights = Mapping[str, float]
 ENDLESS = 2**62  # samples, where no limit is set
 
 
-class BlendedDataset:
+class BlendedDataset(Samples):
     """Samples of several ``sources``, by name, in proportion to ``weights``.
 
     Each sample is a whole sample of one source, and a source gives its samples in its own order,
@@ -92,13 +93,6 @@ class BlendedDataset:
         self._length = num_samples or self._longest(available)
         self._give(self._asked(self._length), available)
 
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
-        batch = self.batch([sample])
-        return {name: batch[name][0] for name in PER_TOKEN} | {"cu_seqlens": batch["cu_seqlens"]}
-
     @property
     def tokenizer(self) -> str | None:
         """What names the tokenizer of the sources, where a builder recorded it."""
@@ -159,9 +153,7 @@ class BlendedDataset:
 
     def find(self, samples: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which source each sample is of, and which of its samples, both [B]."""
-        samples = row("samples", samples)
-        if samples.size and not 0 <= samples.min() <= samples.max() < len(self):
-            raise IndexError(f"samples {samples.min()} to {samples.max()} of {len(self)}")
+        samples = self._checked(samples)
         if self.order == "native":
             return self._mixture.find(samples)
         return self._drawn.source[samples].astype(np.int64), self._drawn.index[samples]

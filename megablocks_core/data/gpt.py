@@ -4,26 +4,25 @@ Dimensions: S sequence length, B samples of a batch, T = B S tokens of a batch l
 D documents (or parts of documents) in a sample or batch.
 """
 
-import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from megablocks_core.data.checks import row, whole_number
+from megablocks_core.data.checks import whole_number
 from megablocks_core.data.fingerprint import facts_of_split, fingerprint
-from megablocks_core.data.gather import gather_tokens, gather_tokens_numpy
+from megablocks_core.data.gather import gather_tokens
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.megatron_order import MegatronIndex, MegatronOrder
 from megablocks_core.data.native_order import NativeOrder
-from megablocks_core.data.permutation import WORD
 from megablocks_core.data.place import Place
+from megablocks_core.data.samples import IndexedSamples
 from megablocks_core.data.split import Split
 from megablocks_core.data.stream import Parts
 
 
-class GPTDataset:
+class GPTDataset(IndexedSamples):
     """Samples of ``sequence_length`` tokens and the tokens that follow them.
 
     The documents of ``split`` (by default all) are one stream of N tokens, in file order.
@@ -80,25 +79,15 @@ class GPTDataset:
         order = MegatronOrder() if order == "megatron" else order
         if order != "native" and not isinstance(order, MegatronOrder):
             raise ValueError(f"order={order!r} must be 'native', 'megatron' or a MegatronOrder")
-        if not isinstance(indexed, IndexedDataset):
-            raise ValueError(f"indexed={indexed!r} must be an IndexedDataset")
-        if indexed.dtype.kind not in "iu":
-            raise ValueError(f"indexed.dtype={indexed.dtype.name} must be an integer type")
+        super().__init__(indexed, seed=seed, split=split)
         sequence_length = whole_number("sequence_length", sequence_length, 1)
         if num_samples is not None:
             num_samples = whole_number("num_samples", num_samples, 1)
         if end_token is not None:  # an id that the file can hold
             ids = np.iinfo(indexed.dtype)
             end_token = whole_number("end_token", end_token, int(ids.min), int(ids.max))
-        if split is None:
-            split = Split("all", range(indexed.num_documents))
-        if not isinstance(split, Split):
-            raise ValueError(f"split={split!r} must be a Split, such as one of split_documents()")
-        self.indexed = indexed
         self.sequence_length = sequence_length
-        self.seed = whole_number("seed", seed, 0, WORD)
         self.order = "native" if order == "native" else "megatron"
-        self.split = split
         self.cross_document_loss = cross_document_loss
         self.cross_document_attention = cross_document_attention
         self.restart_positions = restart_positions
@@ -109,27 +98,14 @@ class GPTDataset:
                 indexed,
                 sequence_length,
                 seed=self.seed,
-                split=split,
+                split=self.split,
                 num_samples=num_samples,
                 order=order,
             )
         else:
-            self._order = NativeOrder(indexed, sequence_length, seed=self.seed, split=split)
+            self._order = NativeOrder(indexed, sequence_length, seed=self.seed, split=self.split)
         self.samples_per_epoch = self._order.samples_per_epoch
         self._length = self.samples_per_epoch if num_samples is None else num_samples
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
-        batch = self.batch([sample])
-        rows = ("tokens", "labels", "loss_mask", "position_ids")
-        return {name: batch[name][0] for name in rows} | {"cu_seqlens": batch["cu_seqlens"]}
-
-    @property
-    def tokenizer(self) -> str | None:
-        """What names the tokenizer of the tokens, where a builder recorded it."""
-        return self.indexed.manifest.tokenizer if self.indexed.manifest else None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -146,16 +122,14 @@ class GPTDataset:
             end_token=self.end_token,
         )
 
-    def resized(self, num_samples: int) -> "GPTDataset":
+    def resized(self, num_samples: int) -> Self:
         """Return the same samples in the same order, but as many as this."""
-        num_samples = whole_number("num_samples", num_samples, 1)
-        if isinstance(self._order, MegatronIndex) and num_samples > self._order.num_samples:
+        other = super().resized(num_samples)
+        if isinstance(self._order, MegatronIndex) and len(other) > self._order.num_samples:
             raise ValueError(
                 f"num_samples={num_samples} must be at most {self._order.num_samples}: in the "
                 f"order 'megatron' more of them come in another order"
             )
-        other = copy.copy(self)
-        other._length = num_samples
         return other
 
     def batch(self, samples: Sequence[int] | np.ndarray) -> dict[str, Any]:
@@ -227,12 +201,6 @@ class GPTDataset:
         parts = self._order.parts(self._checked(samples))
         return parts.starts[parts.columns == 0]
 
-    def _checked(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
-        wanted = row("samples", samples)
-        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {len(self)}")
-        return wanted
-
     def _gather(self, parts: Parts, num_samples: int) -> tuple[np.ndarray, ...]:
         """Return tokens, labels and loss mask [T]; the mask is 0 where there is no label."""
         length = self.sequence_length
@@ -252,17 +220,10 @@ class GPTDataset:
             (tokens_T, inputs, np.minimum(real, length)),
             (labels_T, targets, real - 1),
         ):
-            found = np.empty(int(lengths.sum()), np.int64)
-            self._read(starts, lengths, out=found)
             filled = (places < held[:, None]).ravel()
             out_T[:] = 0
-            out_T[filled] = found
+            out_T[filled] = self._read(starts, lengths)
         return tokens_T, labels_T, filled.astype(np.float32)
-
-    def _read(self, starts: np.ndarray, lengths: np.ndarray, *, out: np.ndarray) -> None:
-        tokens: Any = self.indexed.tokens  # an array, or what reads like one from far away
-        gather = gather_tokens if isinstance(tokens, np.ndarray) else gather_tokens_numpy
-        gather(tokens, starts, lengths, out=out)
 
     def _crossing(self, parts: Parts, tokens_T: np.ndarray, has_label_T: np.ndarray) -> np.ndarray:
         """Return the places in [T] whose label is the first token of another document."""

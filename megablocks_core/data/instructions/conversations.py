@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from megablocks_core.data.checks import whole_number
-from megablocks_core.data.epoch_order import EpochOrder
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.instructions.learnt import (
     document_bounds,
@@ -17,7 +15,7 @@ from megablocks_core.data.instructions.learnt import (
     ranges,
     refuse_other_modes,
 )
-from megablocks_core.data.instructions.packed import Layout, PackedSamples, Pieces
+from megablocks_core.data.instructions.packed import BinnedSamples, Filled, Layout, Pieces
 from megablocks_core.data.packing import first_fit_decreasing
 from megablocks_core.data.split import Split
 
@@ -50,7 +48,7 @@ class PackingReport:
     unlearnt: int
 
 
-class PackedConversations(PackedSamples):
+class PackedConversations(BinnedSamples):
     """Samples of ``sequence_length`` tokens, each of whole conversations laid end to end.
 
     The conversations of ``split`` (by default all) are packed once by first fit, the longest first
@@ -103,16 +101,11 @@ class PackedConversations(PackedSamples):
                 f"hold one with something to learn in sequence_length={self.sequence_length}"
             )
         documents, kept_length = self._documents[chosen], kept[chosen]
-        self._packed = Pieces(
+        pieces = Pieces(
             documents, np.zeros_like(documents), bounds[documents], kept_length, kept_length - 1
         )
         self._loss_of = loss[chosen]
-        self._bins = first_fit_decreasing(kept_length, self.sequence_length)
-        self.samples_per_epoch = len(self._bins.bounds) - 1
-        self._order = EpochOrder(self.samples_per_epoch, seed=self.seed)
-        self._length = self.samples_per_epoch
-        if num_samples is not None:
-            self._length = whole_number("num_samples", num_samples, 1)
+        self._pack(pieces, first_fit_decreasing(kept_length, self.sequence_length), num_samples)
         tokens = int(kept_length.sum())
         self.report = PackingReport(
             conversations=len(chosen),
@@ -129,30 +122,14 @@ class PackedConversations(PackedSamples):
     def _facts(self) -> dict[str, Any]:
         return {"packed": "first fit decreasing", "too_long": self.too_long}
 
-    @property
-    def _pieces(self) -> Pieces:
-        return self._packed
-
-    def _items(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        packs = self._order(samples)
-        firsts, lasts = (self._bins.bounds[packs + end] for end in (0, 1))
-        return self._bins.items[ranges(firsts, lasts - firsts)], lasts - firsts
-
     def _loss(self, samples: np.ndarray, layout: Layout) -> np.ndarray:
         return self._loss_of[layout.items]
 
-    def _fill(
-        self,
-        samples: np.ndarray,
-        layout: Layout,
-        tokens_T: np.ndarray,
-        labels_T: np.ndarray,
-        loss_mask_T: np.ndarray,
-    ) -> None:
-        super()._fill(samples, layout, tokens_T, labels_T, loss_mask_T)
-        pieces, items = self._packed, layout.items
+    def _fill(self, samples: np.ndarray, layout: Layout, into: Filled) -> None:
+        super()._fill(samples, layout, into)
+        pieces, items = self._pieces, layout.items
         lengths = pieces.lengths[items]
         learnt = masks(self.indexed, pieces.documents[items], lengths)
         before = np.cumsum(lengths) - lengths
         at = ranges(layout.places, lengths - 1)
-        loss_mask_T[at] = learnt[ranges(before + 1, lengths - 1)]
+        into.loss_mask[at] = learnt[ranges(before + 1, lengths - 1)]

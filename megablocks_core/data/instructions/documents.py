@@ -7,17 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from megablocks_core.data.checks import whole_number
-from megablocks_core.data.epoch_order import EpochOrder
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.instructions.learnt import document_bounds, ranges
 from megablocks_core.data.instructions.middle import ADDED, FillInTheMiddle
-from megablocks_core.data.instructions.packed import Layout, PackedSamples, Pieces
+from megablocks_core.data.instructions.packed import BinnedSamples, Filled, Layout, Pieces
 from megablocks_core.data.packing import best_fit_decreasing
 from megablocks_core.data.split import Split
 
 
-class PackedDocuments(PackedSamples):
+class PackedDocuments(BinnedSamples):
     """Samples of ``sequence_length`` tokens, each of whole documents as far as they fit into one.
 
     A document of more than S tokens is cut into windows of S and a rest; the windows, the rests and
@@ -59,51 +57,31 @@ class PackedDocuments(PackedSamples):
         window = self.sequence_length - added
         if window < 1:
             raise ValueError(f"sequence_length={sequence_length} must be above the {added} marks")
-        self._cut = _windows(document_bounds(indexed), self._documents, window)
-        if not len(self._cut.lengths):
+        pieces = _windows(document_bounds(indexed), self._documents, window)
+        if not len(pieces.lengths):
             raise ValueError(f"{indexed.prefix}: split {self.split.name!r} must hold a token")
-        self._bins = best_fit_decreasing(self._cut.lengths + added, self.sequence_length)
-        self.samples_per_epoch = len(self._bins.bounds) - 1
-        self._order = EpochOrder(self.samples_per_epoch, seed=self.seed)
-        self._length = self.samples_per_epoch
-        if num_samples is not None:
-            self._length = whole_number("num_samples", num_samples, 1)
+        bins = best_fit_decreasing(pieces.lengths + added, self.sequence_length)
+        self._pack(pieces, bins, num_samples)
 
     @property
     def _facts(self) -> dict[str, Any]:
         middle = self.fill_in_the_middle
         return {"packed": "best fit decreasing", "middle": asdict(middle) if middle else None}
 
-    @property
-    def _pieces(self) -> Pieces:
-        return self._cut
-
-    def _items(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        packs = self._order(samples)
-        firsts, lasts = (self._bins.bounds[packs + end] for end in (0, 1))
-        return self._bins.items[ranges(firsts, lasts - firsts)], lasts - firsts
-
     def _spans(self, samples: np.ndarray, nth: np.ndarray, items: np.ndarray) -> np.ndarray:
-        return self._cut.lengths[items] + ADDED * self._rearranged(samples, nth)
+        return self._pieces.lengths[items] + ADDED * self._rearranged(samples, nth)
 
     def _loss(self, samples: np.ndarray, layout: Layout) -> np.ndarray:
         moved = self._rearranged(samples[layout.rows], layout.nth)
-        return np.where(moved, layout.spans - 1, self._cut.labels[layout.items])
+        return np.where(moved, layout.spans - 1, self._pieces.labels[layout.items])
 
     def _rearranged(self, samples: np.ndarray, nth: np.ndarray) -> np.ndarray:
         if self.fill_in_the_middle is None:
             return np.zeros(len(nth), bool)
         return self.fill_in_the_middle.applies(samples, nth)
 
-    def _fill(
-        self,
-        samples: np.ndarray,
-        layout: Layout,
-        tokens_T: np.ndarray,
-        labels_T: np.ndarray,
-        loss_mask_T: np.ndarray,
-    ) -> None:
-        super()._fill(samples, layout, tokens_T, labels_T, loss_mask_T)
+    def _fill(self, samples: np.ndarray, layout: Layout, into: Filled) -> None:
+        super()._fill(samples, layout, into)
         middle = self.fill_in_the_middle
         if middle is None:
             return
@@ -111,10 +89,11 @@ class PackedDocuments(PackedSamples):
             start, span = int(layout.places[at]), int(layout.spans[at])
             stop = start + span
             sample, nth = int(samples[layout.rows[at]]), int(layout.nth[at])
-            tokens_T[start:stop] = middle.tokens(tokens_T[start : stop - ADDED], sample, nth)
-            labels_T[start : stop - 1] = tokens_T[start + 1 : stop]
-            labels_T[stop - 1] = 0
-            loss_mask_T[start : stop - 1], loss_mask_T[stop - 1] = 1, 0
+            given = into.tokens[start : stop - ADDED]
+            into.tokens[start:stop] = middle.tokens(given, sample, nth)
+            into.labels[start : stop - 1] = into.tokens[start + 1 : stop]
+            into.labels[stop - 1] = 0
+            into.loss_mask[start : stop - 1], into.loss_mask[stop - 1] = 1, 0
 
 
 def _windows(bounds: np.ndarray, documents: np.ndarray, window: int) -> Pieces:

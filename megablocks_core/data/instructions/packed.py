@@ -5,22 +5,22 @@ Dimensions: S sequence length, B samples of a batch, T = B S tokens, P pieces.
 
 from __future__ import annotations
 
-import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megablocks_core.data.checks import row, whole_number
-from megablocks_core.data.collate import NO_DOCUMENT, PER_TOKEN, host_and_device
+from megablocks_core.data.checks import whole_number
+from megablocks_core.data.collate import NO_DOCUMENT, host_and_device
+from megablocks_core.data.epoch_order import EpochOrder
 from megablocks_core.data.fingerprint import facts_of_split, fingerprint
-from megablocks_core.data.gather import gather_tokens, gather_tokens_numpy
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.instructions.learnt import ranges
-from megablocks_core.data.permutation import WORD
+from megablocks_core.data.packing import Bins
 from megablocks_core.data.place import Place
+from megablocks_core.data.samples import IndexedSamples
 from megablocks_core.data.split import Split, checked_documents
 
 
@@ -60,7 +60,15 @@ class Layout(NamedTuple):
     places: np.ndarray
 
 
-class PackedSamples(ABC):
+class Filled(NamedTuple):
+    """What a batch is filled into, each array [T]."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+
+
+class PackedSamples(IndexedSamples):
     """What packed datasets share: samples, from the pieces that each of them holds.
 
     ``tokens``, ``labels``, ``position_ids`` [S] int64, ``loss_mask`` [S] float32 and ``cu_seqlens``
@@ -73,31 +81,11 @@ class PackedSamples(ABC):
     def __init__(
         self, indexed: IndexedDataset, sequence_length: int, *, seed: int, split: Split | None
     ) -> None:
-        if not isinstance(indexed, IndexedDataset):
-            raise ValueError(f"indexed={indexed!r} must be an IndexedDataset")
-        if indexed.dtype.kind not in "iu":
-            raise ValueError(f"indexed.dtype={indexed.dtype.name} must be an integer type")
-        self.indexed = indexed
+        super().__init__(indexed, seed=seed, split=split)
         self.sequence_length = whole_number("sequence_length", sequence_length, 1)
-        self.seed = whole_number("seed", seed, 0, WORD)
-        self.split = Split("all", range(indexed.num_documents)) if split is None else split
-        if not isinstance(self.split, Split):
-            raise ValueError(f"split={split!r} must be a Split, such as one of split_documents()")
         documents = checked_documents(self.split, indexed.num_documents)
         self._documents = np.asarray(documents, np.int64)
-        self.samples_per_epoch = self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
-        batch = self.batch([sample])
-        return {name: batch[name][0] for name in PER_TOKEN} | {"cu_seqlens": batch["cu_seqlens"]}
-
-    @property
-    def tokenizer(self) -> str | None:
-        """What names the tokenizer of the tokens, where a builder recorded it."""
-        return self.indexed.manifest.tokenizer if self.indexed.manifest else None
+        self.samples_per_epoch = 0
 
     @cached_property
     def fingerprint(self) -> str:
@@ -110,12 +98,6 @@ class PackedSamples(ABC):
             **self._facts,
         )
 
-    def resized(self, num_samples: int) -> Self:
-        """Return the same samples in the same order, but as many as this."""
-        other = copy.copy(self)
-        other._length = whole_number("num_samples", num_samples, 1)
-        return other
-
     def batch(self, samples: Sequence[int] | np.ndarray) -> dict[str, Any]:
         """Return samples laid end to end, as ``GPTDataset.batch`` does.
 
@@ -125,8 +107,8 @@ class PackedSamples(ABC):
         layout = self._layout(ids)
         num_tokens = len(ids) * length
         tokens_T, labels_T = np.zeros((2, num_tokens), np.int64)
-        loss_mask_T = np.zeros(num_tokens, np.float32)
-        self._fill(ids, layout, tokens_T, labels_T, loss_mask_T)
+        filled = Filled(tokens_T, labels_T, np.zeros(num_tokens, np.float32))
+        self._fill(ids, layout, filled)
         loads = np.bincount(layout.rows, layout.spans, len(ids)).astype(np.int64)
         fillings = np.flatnonzero(loads < length)
         fillings = fillings * length + loads[fillings]
@@ -136,9 +118,7 @@ class PackedSamples(ABC):
         document_ids[np.searchsorted(firsts, fillings)] = NO_DOCUMENT
         positions_T = np.arange(num_tokens) - firsts.repeat(np.diff(cu_seqlens))
         return {
-            "tokens": tokens_T[None],
-            "labels": labels_T[None],
-            "loss_mask": loss_mask_T[None],
+            **{name: values[None] for name, values in filled._asdict().items()},
             "position_ids": positions_T[None],
             **host_and_device(cu_seqlens),
             "sample_ids": ids,
@@ -180,30 +160,16 @@ class PackedSamples(ABC):
         """How many tokens each piece takes, which stands as the nth in its sample."""
         return self._pieces.lengths[items]
 
-    def _fill(
-        self,
-        samples: np.ndarray,
-        layout: Layout,
-        tokens_T: np.ndarray,
-        labels_T: np.ndarray,
-        loss_mask_T: np.ndarray,
-    ) -> None:
+    def _fill(self, samples: np.ndarray, layout: Layout, into: Filled) -> None:
         """Write the pieces of some samples where they lie."""
         pieces, items = self._pieces, layout.items
-        starts, labels = pieces.starts[items], pieces.labels[items]
-        tokens_T[ranges(layout.places, pieces.lengths[items])] = self._read(
-            starts, pieces.lengths[items]
+        starts, lengths, labels = (
+            column[items] for column in (pieces.starts, pieces.lengths, pieces.labels)
         )
+        into.tokens[ranges(layout.places, lengths)] = self._read(starts, lengths)
         at = ranges(layout.places, labels)
-        labels_T[at] = self._read(starts + 1, labels)
-        loss_mask_T[at] = 1
-
-    def _read(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        tokens: Any = self.indexed.tokens  # an array, or what reads like one from far away
-        gather = gather_tokens if isinstance(tokens, np.ndarray) else gather_tokens_numpy
-        found = np.empty(int(lengths.sum()), np.int64)
-        gather(tokens, starts, lengths, out=found)
-        return found
+        into.labels[at] = self._read(starts + 1, labels)
+        into.loss_mask[at] = 1
 
     def _layout(self, samples: np.ndarray) -> Layout:
         items, counts = self._items(samples)
@@ -215,8 +181,23 @@ class PackedSamples(ABC):
         columns = before - before[firsts[rows]]  # no sample is without a piece
         return Layout(items, rows, nth, spans, rows * self.sequence_length + columns)
 
-    def _checked(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
-        wanted = row("samples", samples)
-        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {len(self)}")
-        return wanted
+
+class BinnedSamples(PackedSamples):
+    """Samples that are bins of pieces; each epoch has all of them, in an order of its own."""
+
+    def _pack(self, pieces: Pieces, bins: Bins, num_samples: int | None) -> None:
+        """Set what the samples are; by default there are those of one epoch."""
+        self._binned, self._bins = pieces, bins
+        self.samples_per_epoch = self._length = len(bins.bounds) - 1
+        self._order = EpochOrder(self.samples_per_epoch, seed=self.seed)
+        if num_samples is not None:
+            self._length = whole_number("num_samples", num_samples, 1)
+
+    @property
+    def _pieces(self) -> Pieces:
+        return self._binned
+
+    def _items(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        packs = self._order(samples)
+        firsts, lasts = (self._bins.bounds[packs + end] for end in (0, 1))
+        return self._bins.items[ranges(firsts, lasts - firsts)], lasts - firsts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from megablocks_core.data.checks import row, whole_number
-from megablocks_core.data.collate import PER_TOKEN, host_and_device
+from megablocks_core.data.checks import whole_number
+from megablocks_core.data.collate import host_and_device
 from megablocks_core.data.epoch_order import EpochOrder
 from megablocks_core.data.fingerprint import facts_of_split, fingerprint
-from megablocks_core.data.gather import gather_tokens, gather_tokens_numpy
 from megablocks_core.data.indexed import IndexedDataset
 from megablocks_core.data.instructions.conversations import DROP, TOO_LONG, TRUNCATE
 from megablocks_core.data.instructions.learnt import (
@@ -24,8 +22,8 @@ from megablocks_core.data.instructions.learnt import (
     ranges,
     refuse_other_modes,
 )
-from megablocks_core.data.permutation import WORD
 from megablocks_core.data.place import Place
+from megablocks_core.data.samples import IndexedSamples
 from megablocks_core.data.split import Split, checked_documents
 
 SPOTS = 64
@@ -49,7 +47,7 @@ class PairsReport:
     unlearnt: int
 
 
-class PreferencePairs:
+class PreferencePairs(IndexedSamples):
     """Pairs as ``prepare_preferences`` writes them: a sample is the chosen, then the rejected.
 
     A batch of B pairs holds 2 B documents end to end, without filling: document ``2 i`` is the
@@ -85,8 +83,7 @@ class PreferencePairs:
         split: Split | None = None,
         num_samples: int | None = None,
     ) -> None:
-        if not isinstance(indexed, IndexedDataset):
-            raise ValueError(f"indexed={indexed!r} must be an IndexedDataset")
+        super().__init__(indexed, seed=seed, split=split, of=2)
         if indexed.num_documents % 2:
             raise ValueError(
                 f"{indexed.prefix}: {indexed.num_documents} documents must be pairs, as "
@@ -95,14 +92,10 @@ class PreferencePairs:
         if too_long not in TOO_LONG:
             raise ValueError(f"too_long={too_long!r} must be one of {', '.join(TOO_LONG)}")
         refuse_other_modes(indexed)
-        self.indexed, self.too_long = indexed, too_long
-        self.seed = whole_number("seed", seed, 0, WORD)
+        self.too_long = too_long
         self.max_length = None if max_length is None else whole_number("max_length", max_length, 1)
-        pairs = indexed.num_documents // 2
-        self.split = Split("all", range(pairs)) if split is None else split
-        if not isinstance(self.split, Split):
-            raise ValueError(f"split={split!r} must be a Split, such as one of split_documents()")
-        numbers = np.asarray(checked_documents(self.split, pairs), np.int64)
+        numbers = checked_documents(self.split, indexed.num_documents // 2)
+        numbers = np.asarray(numbers, np.int64)
         self._bounds = document_bounds(indexed)
         self._refuse_strangers(numbers)
         whole = np.diff(self._bounds)
@@ -129,18 +122,6 @@ class PreferencePairs:
             unlearnt=int((in_time & ~learnt).sum()),
         )
 
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
-        batch = self.batch([sample])
-        return {name: batch[name][0] for name in PER_TOKEN} | {"cu_seqlens": batch["cu_seqlens"]}
-
-    @property
-    def tokenizer(self) -> str | None:
-        """What names the tokenizer of the tokens, where a builder recorded it."""
-        return self.indexed.manifest.tokenizer if self.indexed.manifest else None
-
     @cached_property
     def fingerprint(self) -> str:
         """What changes with the order or the tokens, and not with the number of samples."""
@@ -151,12 +132,6 @@ class PreferencePairs:
         }
         facts["split"] = facts_of_split(self.split)
         return fingerprint(tokens=self.indexed.fingerprint, pairs=True, **facts)
-
-    def resized(self, num_samples: int) -> PreferencePairs:
-        """Return the same pairs in the same order, but as many as this."""
-        other = copy.copy(self)
-        other._length = whole_number("num_samples", num_samples, 1)
-        return other
 
     def batch(self, samples: Sequence[int] | np.ndarray) -> dict[str, Any]:
         """Return pairs laid end to end."""
@@ -210,16 +185,3 @@ class PreferencePairs:
 
     def _pairs(self, samples: np.ndarray) -> np.ndarray:
         return self._chosen[self._order(samples)]
-
-    def _read(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        tokens: Any = self.indexed.tokens
-        gather = gather_tokens if isinstance(tokens, np.ndarray) else gather_tokens_numpy
-        found = np.empty(int(lengths.sum()), np.int64)
-        gather(tokens, starts, lengths, out=found)
-        return found
-
-    def _checked(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
-        wanted = row("samples", samples)
-        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {len(self)}")
-        return wanted
