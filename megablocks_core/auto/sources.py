@@ -20,7 +20,7 @@ from megablocks_core.export.drafting import Slab
 from megablocks_core.export.dtypes import check_values, chosen
 from megablocks_core.export.dtypes import dtype_of as dtype_in_files
 from megablocks_core.export.layout import Layout, Rule
-from megablocks_core.export.operations import Lazy
+from megablocks_core.export.lazies import Lazy, shape_of
 from megablocks_core.export.ours import NamedBox, Ours, Visited
 from megablocks_core.export.quantised import plain
 from megablocks_core.export.slabs import dtype_of, slabs
@@ -163,7 +163,7 @@ class _Noted:
 def _slabs(tensors: Mapping[str, Lazy], progress: Callable[[int], object]) -> Iterator[Held]:
     done = 0
     for name, tensor in tensors.items():
-        for box in slabs(tuple(tensor.get_shape()), dtype_of(tensor)):
+        for box in slabs(shape_of(tensor), dtype_of(tensor)):
             values = tensor[box]
             yield Held(name, values)
             done += values.nbytes
@@ -171,5 +171,5 @@ def _slabs(tensors: Mapping[str, Lazy], progress: Callable[[int], object]) -> It
 
 
 def _are_equal(one: Lazy, other: Lazy) -> bool:
-    boxes = slabs(tuple(one.get_shape()), dtype_of(one))
+    boxes = slabs(shape_of(one), dtype_of(one))
     return all(torch.equal(one[box], other[box]) for box in boxes)

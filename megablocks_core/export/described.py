@@ -17,7 +17,7 @@ from megablocks_core.export.arguments import check_model, folder_of
 from megablocks_core.export.dtypes import check_values, chosen
 from megablocks_core.export.hf_files import made_of, planned
 from megablocks_core.export.layout import Layout
-from megablocks_core.export.operations import Lazy
+from megablocks_core.export.lazies import Lazy
 from megablocks_core.export.ours import Ours, Visited
 from megablocks_core.export.quantised import plain
 from megablocks_core.export.slabs import slabs

@@ -8,7 +8,7 @@ from filecmp import cmp
 from pathlib import Path
 
 from megablocks_core.export.arguments import folder_of
-from megablocks_core.export.operations import Lazy
+from megablocks_core.export.lazies import Lazy, shape_of
 from megablocks_core.export.pickles import PICKLE
 from megablocks_core.export.slabs import dtype_of, nbytes_of, slabs
 from megablocks_core.export.source import INDEX, HfFolder
@@ -59,7 +59,7 @@ def _lines(one: HfFolder, other: HfFolder, progress: Progress) -> Iterator[str]:
 def _compared(tensor: Lazy | None) -> Compared | None:
     if tensor is None:
         return None
-    return Compared(dtype_of(tensor), tuple(tensor.get_shape()), tensor.__getitem__)
+    return Compared(dtype_of(tensor), shape_of(tensor), tensor.__getitem__)
 
 
 def _beside(folder: Path) -> dict[str, Path]:

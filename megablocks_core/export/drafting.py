@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megablocks_core.export.operations import Box, Lazy
+from megablocks_core.export.lazies import Box, Lazy
 from megablocks_core.export.ours import NamedBox, Ours
 from megablocks_core.export.slabs import slabs
 from megablocks_core.files import NewFolder, create_file

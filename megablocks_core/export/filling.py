@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megablocks_core.export.finite import is_finite
-from megablocks_core.export.operations import Box, Lazy
+from megablocks_core.export.lazies import Box, Lazy
 from megablocks_core.files.slices import STEP_BYTES, FileTensor, boxes, is_plain
 from megablocks_core.groups import ShardSpec, own_slices, whole_shape
 from megablocks_core.groups.placements import local, placement_specs

@@ -10,7 +10,7 @@ from typing import Any
 from megablocks_core.export.drafting import Written
 from megablocks_core.export.dtypes import Dtypes, check_floating, dtype_of
 from megablocks_core.export.layout import Layout, Shapes
-from megablocks_core.export.operations import Lazy
+from megablocks_core.export.lazies import Lazy
 from megablocks_core.export.ours import Ours
 from megablocks_core.export.source import INDEX, SINGLE
 from megablocks_core.export.verifying import check_schema

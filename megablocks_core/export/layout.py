@@ -10,14 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megablocks_core.export.operations import (
-    Lazy,
-    Operation,
-    Shape,
-    apply,
-    inverses,
-    outline,
-)
+from megablocks_core.export.lazies import Lazy, Shape, outline, shape_of
+from megablocks_core.export.operations import Operation, apply, inverses
 
 Shapes = dict[str, Shape]
 
@@ -40,7 +34,7 @@ class Rule:
     def shapes(self) -> Shapes:
         """Logical name and whole shape of each of ours."""
         outlines = [outline(shape) for shape in self.theirs.values()]
-        return {name: tuple(one.get_shape()) for name, one in self.to_ours(outlines).items()}
+        return {name: shape_of(one) for name, one in self.to_ours(outlines).items()}
 
     def to_ours(self, theirs: Sequence[Lazy]) -> dict[str, Lazy]:
         """Ours by name, from theirs in the order of ``theirs``."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megablocks_core.export.arguments import check_model, device_of, folder_of
 from megablocks_core.export.filling import Piece, fill, pieces
+from megablocks_core.export.lazies import Lazy, shape_of
 from megablocks_core.export.materialize import computed_tables, materialize
-from megablocks_core.export.operations import Lazy
 from megablocks_core.export.slabs import are_equal
 from megablocks_core.export.source import FLOATS, Found, HfFolder
 from megablocks_core.export.vocabulary import padded, part_shapes
@@ -147,7 +147,7 @@ def _misfits(tensor: Tensor, specs: Specs, held: Mapping[str, Found]) -> list[st
     if specs.each is not None:
         want = want[1:]
     for part, (_, whole) in held.items():
-        have, code = tuple(whole.get_shape()), whole.get_dtype()
+        have, code = shape_of(whole), whole.get_dtype()
         if want != have:
             faults.append(f"{part} has shape {want}, on disk {have}")
         if tensor.is_floating_point() != (code in FLOATS):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megablocks_core.export.operations import Box, Lazy, Shape, View
+from megablocks_core.export.lazies import Box, Lazy, Shape, View, shape_of
 from megablocks_core.numbers.formats import E2M1, unpacked, values_of
 
 Tensors = Mapping[str, Lazy]
@@ -94,7 +94,7 @@ def _faults(name: str, tensors: Tensors, form: _Format, algorithm: str) -> list[
         faults.append(f"{name} is {whole.get_dtype()} and must be {form.code}")
     if scales.get_dtype() != form.scale_code:
         faults.append(f"{name}_scale is {scales.get_dtype()} and must be {form.scale_code}")
-    stored, have = tuple(whole.get_shape()), tuple(scales.get_shape())
+    stored, have = shape_of(whole), shape_of(scales)
     if len(stored) != 2:
         return [*faults, f"{name} has shape {stored} and must be a matrix"]
     shape = _shape(stored, form)
@@ -105,13 +105,11 @@ def _faults(name: str, tensors: Tensors, form: _Format, algorithm: str) -> list[
     for one in single:
         if one not in tensors:
             faults.append(f"{one} is missing")
-        elif tuple(tensors[one].get_shape()) not in ((), (1,)):
-            faults.append(f"{one} has shape {tuple(tensors[one].get_shape())} and must be a number")
+        elif shape_of(tensors[one]) not in ((), (1,)):
+            faults.append(f"{one} has shape {shape_of(tensors[one])} and must be a number")
     before = f"{name.rpartition('.')[0]}.pre_quant_scale"
-    if before in tensors and tuple(tensors[before].get_shape()) != shape[1:]:
-        faults.append(
-            f"{before} has shape {tuple(tensors[before].get_shape())} and must have {shape[1:]}"
-        )
+    if before in tensors and shape_of(tensors[before]) != shape[1:]:
+        faults.append(f"{before} has shape {shape_of(tensors[before])} and must have {shape[1:]}")
     return faults
 
 
@@ -122,7 +120,7 @@ def _shape(stored: Shape, form: _Format) -> Shape:
 
 def _plain(name: str, tensors: Tensors, form: _Format) -> Lazy:
     numbers, scales = tensors[name], tensors[f"{name}_scale"]
-    shape = _shape(tuple(numbers.get_shape()), form)
+    shape = _shape(shape_of(numbers), form)
     second = tensors.get(f"{name}_scale_2")
     before = tensors.get(f"{name.rpartition('.')[0]}.pre_quant_scale")
     groups = scales.get_shape()[-1] if len(scales.get_shape()) == 2 else 1

@@ -1,8 +1,7 @@
 """Operations that lead from tensors of files to ours, each with its inverse.
 
-An operation takes some tensors and gives some. Tensors are lazy: shapes are known at once, values
-are read box by box, so that a rank reads what it holds and no more. The same operations work on
-slices of files and on tensors in memory (``lazy``); no process group and no file is touched here.
+An operation takes some tensors and gives some, all of them lazy; no process group and no file is
+touched here.
 """
 
 from __future__ import annotations
@@ -16,27 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
-Box = tuple[slice, ...]
+from megablocks_core.export.lazies import Box, Lazy, Shape, View, resized, shape_of, with_ends
 
 # Between two pieces of a part: values that are read along, for less than another call.
 _NEAR = 2**15
-
-
-class Lazy(Protocol):
-    """A tensor whose values are read when a box of it is asked for, as safetensors gives them."""
-
-    def get_shape(self) -> Sequence[int]:
-        """The shape of the whole."""
-        ...
-
-    def get_dtype(self) -> str:
-        """The dtype, as safetensors writes it."""
-        ...
-
-    def __getitem__(self, box: Any) -> Tensor:
-        """The values of a box: slices without steps, for the first dimensions or for all."""
-        ...
 
 
 class Operation(Protocol):
@@ -61,48 +43,6 @@ class Operation(Protocol):
             ValueError: A shape is not what it works on.
         """
         ...
-
-
-class View:
-    """What an operation gives.
-
-    Args:
-        shape: Of the whole.
-        dtype: As safetensors writes it.
-        read: Gives the values of a box with a slice for each dimension.
-    """
-
-    def __init__(self, shape: Shape, dtype: str, read: Callable[[Box], Tensor]) -> None:
-        self._shape, self._dtype, self._read = shape, dtype, read
-
-    def get_shape(self) -> Shape:
-        """The shape of the whole."""
-        return self._shape
-
-    def get_dtype(self) -> str:
-        """The dtype, as safetensors writes it."""
-        return self._dtype
-
-    def __getitem__(self, box: Any) -> Tensor:
-        given = box if isinstance(box, tuple) else (box,)
-        slices = [] if given[:1] == (...,) else list(given)
-        slices += [slice(None)] * (len(self._shape) - len(slices))
-        ends = [part.indices(size) for part, size in zip(slices, self._shape, strict=True)]
-        return self._read(tuple(slice(start, max(start, stop)) for start, stop, _ in ends))
-
-
-def lazy(tensor: Tensor, dtype: str = "") -> Lazy:
-    """A tensor in memory."""
-    return View(tuple(tensor.shape), dtype, lambda box: tensor[box])
-
-
-def outline(shape: Shape) -> Lazy:
-    """A shape without values."""
-
-    def read(_: Box) -> Tensor:
-        raise AssertionError("an outline has no values")
-
-    return View(shape, "", read)
 
 
 def apply(operations: Sequence[Operation], tensors: Sequence[Lazy]) -> list[Lazy]:
@@ -148,12 +88,12 @@ class Split:
     def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
         """The parts of the one tensor."""
         (whole,) = tensors
-        shape = _shape(whole)
+        shape = shape_of(whole)
         _check_size(self, shape, self.dim, sum(self.sizes) * self.groups)
         starts = accumulate(self.sizes, initial=0)
         return [
             View(
-                _resized(shape, self.dim, size * self.groups),
+                resized(shape, self.dim, size * self.groups),
                 whole.get_dtype(),
                 self._reader(whole, start, size),
             )
@@ -166,11 +106,11 @@ class Split:
         def read(box: Box) -> Tensor:
             first, last = box[dim].start, box[dim].stop
             if first == last:
-                return whole[_with(box, dim, 0, 0)]
+                return whole[with_ends(box, dim, 0, 0)]
             groups = range(first // size, -(-last // size))
             between = (span - size) * prod(part.stop - part.start for part in box[dim + 1 :])
             if len(groups) > 1 and between < _NEAR:
-                found = whole[_with(box, dim, groups.start * span, groups.stop * span)]
+                found = whole[with_ends(box, dim, groups.start * span, groups.stop * span)]
                 own = _grouped(found, dim, len(groups)).narrow(dim + 1, start, size)
                 before = first - groups.start * size
                 return own.flatten(dim, dim + 1).narrow(dim, before, last - first)
@@ -178,7 +118,7 @@ class Split:
             for group in groups:
                 low, high = max(first - group * size, 0), min(last - group * size, size)
                 begin = group * span + start
-                found.append(whole[_with(box, dim, begin + low, begin + high)])
+                found.append(whole[with_ends(box, dim, begin + low, begin + high)])
             return found[0] if len(found) == 1 else torch.cat(found, dim)
 
         return read
@@ -210,12 +150,12 @@ class Join:
 
     def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
         """The one tensor of its parts."""
-        shapes = [_shape(part) for part in tensors]
+        shapes = [shape_of(part) for part in tensors]
         for shape, size in zip(shapes, self.sizes, strict=True):
             _check_size(self, shape, self.dim, size * self.groups)
-            if _resized(shape, self.dim, 0) != _resized(shapes[0], self.dim, 0):
+            if resized(shape, self.dim, 0) != resized(shapes[0], self.dim, 0):
                 raise ValueError(f"{self} joins what is alike but in its dim, not {shapes}")
-        whole = _resized(shapes[0], self.dim, sum(self.sizes) * self.groups)
+        whole = resized(shapes[0], self.dim, sum(self.sizes) * self.groups)
         return [View(whole, tensors[0].get_dtype(), self._reader(tensors))]
 
     def _reader(self, parts: Sequence[Lazy]) -> Callable[[Box], Tensor]:
@@ -225,16 +165,16 @@ class Join:
         def read(box: Box) -> Tensor:
             first, last = box[dim].start, box[dim].stop
             if first == last:
-                return parts[0][_with(box, dim, 0, 0)]
+                return parts[0][with_ends(box, dim, 0, 0)]
             found = []
             for part, start, size in zip(parts, starts, self.sizes, strict=False):
                 low, high = (_before(row, span, start, size) for row in (first, last))
                 if low < high:
-                    found.append((start, size, low, part[_with(box, dim, low, high)]))
+                    found.append((start, size, low, part[with_ends(box, dim, low, high)]))
             if len(found) == 1:
                 return found[0][-1]
             values = found[0][-1]
-            made = values.new_empty(_resized(tuple(values.shape), dim, last - first))
+            made = values.new_empty(resized(tuple(values.shape), dim, last - first))
             for begin, end in _stretches(first, last, span):
                 count = max(1, (end - begin) // span)
                 into = _grouped(made.narrow(dim, begin - first, end - begin), dim, count)
@@ -268,7 +208,7 @@ class Unstack:
     def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
         """The tensors of the stack."""
         (whole,) = tensors
-        shape = _shape(whole)
+        shape = shape_of(whole)
         _check_size(self, shape, 0, self.count)
 
         def reader(index: int) -> Callable[[Box], Tensor]:
@@ -300,7 +240,7 @@ class Stack:
 
     def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
         """The stack."""
-        shapes = {_shape(part) for part in tensors}
+        shapes = {shape_of(part) for part in tensors}
         if len(shapes) > 1:
             raise ValueError(f"{self} takes tensors of one shape, not {sorted(shapes)}")
 
@@ -333,7 +273,7 @@ class Transpose:
     def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
         """The tensor with its dimensions swapped."""
         (whole,) = tensors
-        shape = self._swapped(_shape(whole))
+        shape = self._swapped(shape_of(whole))
 
         def read(box: Box) -> Tensor:
             return whole[self._swapped(box)].transpose(self.dim, self.other)
@@ -373,20 +313,20 @@ class Resize:
     def __call__(self, tensors: Sequence[Lazy]) -> list[Lazy]:
         """The tensor with more rows, or fewer."""
         (whole,) = tensors
-        shape, dim = _shape(whole), self.dim
+        shape, dim = shape_of(whole), self.dim
         _check_size(self, shape, dim, self.before)
 
         def read(box: Box) -> Tensor:
             first, last = box[dim].start, box[dim].stop
             ends = min(first, self.before), min(last, self.before)
-            found = whole[_with(box, dim, *ends)]
+            found = whole[with_ends(box, dim, *ends)]
             missing = (last - first) - (ends[1] - ends[0])
             if not missing:
                 return found
-            zeros = found.new_zeros(_resized(tuple(found.shape), dim, missing))
+            zeros = found.new_zeros(resized(tuple(found.shape), dim, missing))
             return torch.cat([found, zeros], dim)
 
-        return [View(_resized(shape, dim, self.after), whole.get_dtype(), read)]
+        return [View(resized(shape, dim, self.after), whole.get_dtype(), read)]
 
 
 @dataclass(frozen=True)
@@ -451,20 +391,7 @@ def _mapped(whole: Lazy, function: Callable[[Tensor], Tensor]) -> Lazy:
         values = whole[box]
         return function(values.double()).to(values.dtype)
 
-    return View(_shape(whole), whole.get_dtype(), read)
-
-
-def _shape(tensor: Lazy) -> Shape:
-    return tuple(tensor.get_shape())
-
-
-def _resized(shape: Shape, dim: int, size: int) -> Shape:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _with(box: Box, dim: int, start: int, stop: int) -> Box:
-    """``box`` with other ends in one dimension."""
-    return (*box[:dim], slice(start, stop), *box[dim + 1 :])
+    return View(shape_of(whole), whole.get_dtype(), read)
 
 
 def _before(row: int, span: int, start: int, size: int) -> int:

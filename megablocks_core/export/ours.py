@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megablocks_core.export.operations import Box, Lazy, View
+from megablocks_core.export.lazies import Box, Lazy, View
 from megablocks_core.files.safetensors import DTYPE_CODES
 from megablocks_core.groups import Whole
 

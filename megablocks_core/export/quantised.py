@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megablocks_core.export.lazies import Box, Lazy, View, shape_of
 from megablocks_core.export.modelopt import modelopt
-from megablocks_core.export.operations import Box, Lazy, View
 from megablocks_core.files import read_json
 
 Tensors = Mapping[str, Lazy]
@@ -108,7 +108,7 @@ def _fp8_faults(name: str, weight: Lazy, scales: Lazy, block: list[int]) -> list
     if scales.get_dtype() not in _SCALE_CODES:
         codes = ", ".join(_SCALE_CODES)
         faults.append(f"{name}{_SCALE} is {scales.get_dtype()} and must be one of {codes}")
-    shape, have = tuple(weight.get_shape()), tuple(scales.get_shape())
+    shape, have = shape_of(weight), shape_of(scales)
     want = (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=False)))
     if len(shape) < 2 or have != want:
         faults.append(f"{name}{_SCALE} has shape {have} and must have {want}, for {name} {shape}")
@@ -135,7 +135,7 @@ def _blocks_of_fp8(weight: Lazy, scales: Lazy, block: list[int]) -> Lazy:
             values[..., piece, :] = own.mul_(_looked_up(floats, codes))
         return values
 
-    return View(tuple(weight.get_shape()), "BF16", read)
+    return View(shape_of(weight), "BF16", read)
 
 
 def _mxfp4(tensors: Tensors, _: Mapping[str, Any], faults: list[str]) -> dict[str, Lazy]:
@@ -168,7 +168,7 @@ def _mxfp4_faults(name: str, blocks: Lazy, exponents: Lazy) -> list[str]:
         for part, whole in ((_BLOCKS, blocks), (_EXPONENTS, exponents))
         if whole.get_dtype() != "U8"
     ]
-    shape, have = tuple(blocks.get_shape()), tuple(exponents.get_shape())
+    shape, have = shape_of(blocks), shape_of(exponents)
     if len(shape) != 4 or shape[-1] != _GROUP // 2:
         faults.append(f"{name}{_BLOCKS} has shape {shape} and must be [E O G {_GROUP // 2}]")
     elif have != shape[:-1]:

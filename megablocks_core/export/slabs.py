@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from megablocks_core.export.operations import Box, Lazy
+from megablocks_core.export.lazies import Box, Lazy, shape_of
 from megablocks_core.files.safetensors import DTYPE_CODES
 from megablocks_core.files.slices import boxes, full_box
 
@@ -35,8 +35,8 @@ def nbytes_of(tensor: Lazy) -> int:
 
 def are_equal(one: Lazy, other: Lazy) -> bool:
     """Whether two tensors have one shape and equal values, some at a time; NaN equals nothing."""
-    shape = tuple(one.get_shape())
-    if shape != tuple(other.get_shape()):
+    shape = shape_of(one)
+    if shape != shape_of(other):
         return False
     return all(torch.equal(one[box], other[box]) for box in slabs(shape, dtype_of(one)))
 

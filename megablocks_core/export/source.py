@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megablocks_core.export.families import family_of
 from megablocks_core.export.layout import Layout
-from megablocks_core.export.operations import Lazy
+from megablocks_core.export.lazies import Lazy, shape_of
 from megablocks_core.export.pickles import PICKLE, read_pickle
 from megablocks_core.export.quantised import dequantised, with_file
 from megablocks_core.files import read_json
@@ -69,7 +69,7 @@ class HfFolder:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of a tensor."""
-        return tuple(self.tensors[name].get_shape())
+        return shape_of(self.tensors[name])
 
     def found(self, names: Iterable[str]) -> dict[str, Found]:
         """What the files hold for a model whose logical tensors have these ``names``.

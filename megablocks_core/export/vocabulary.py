@@ -10,7 +10,8 @@ from torch import nn
 
 from megablocks_core.export.families import family_of
 from megablocks_core.export.layout import Layout, Rule
-from megablocks_core.export.operations import Resize, Shape
+from megablocks_core.export.lazies import Shape
+from megablocks_core.export.operations import Resize
 from megablocks_core.groups import logical_shape, logical_tensors
 from megablocks_core.groups.stacks import separate_names
 

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 from megablocks_core.export import filling
 from megablocks_core.export.filling import Piece, fill, pieces
-from megablocks_core.export.operations import Transpose, View, lazy
+from megablocks_core.export.lazies import View, lazy
+from megablocks_core.export.operations import Transpose
 from megablocks_core.files.slices import open_tensors
 from megablocks_core.groups import LOCAL, ShardSpec
 

@@ -8,7 +8,8 @@ import torch
 from megablocks_core.export.drafting import Written
 from megablocks_core.export.hf_files import beside, made_of, name_dtype, planned, split
 from megablocks_core.export.layout import Layout, Rule
-from megablocks_core.export.operations import Split, lazy
+from megablocks_core.export.lazies import lazy
+from megablocks_core.export.operations import Split
 from megablocks_core.export.ours import Ours
 from megablocks_core.groups import Whole
 

@@ -3,7 +3,8 @@
 import torch
 
 from megablocks_core.export.layout import Layout, Rule
-from megablocks_core.export.operations import Join, Split, Stack, Transpose, Unstack, lazy
+from megablocks_core.export.lazies import lazy
+from megablocks_core.export.operations import Join, Split, Stack, Transpose, Unstack
 
 JOINED = Rule({"gate_up": (6, 4)}, ("gate", "up"), (Split((3, 3)),))
 EXPERTS = Rule({"all": (2, 6, 4)}, ("g0", "g1", "u0", "u1"), (Split((3, 3), 1), Unstack(2)))

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
+from megablocks_core.export.lazies import lazy
 from megablocks_core.export.modelopt import modelopt
-from megablocks_core.export.operations import lazy
 from megablocks_core.files.safetensors import DTYPE_CODES
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

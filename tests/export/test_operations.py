@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megablocks_core.export.lazies import lazy, outline
 from megablocks_core.export.operations import (
     Decay,
     Join,
@@ -17,8 +18,6 @@ from megablocks_core.export.operations import (
     Unstack,
     apply,
     inverses,
-    lazy,
-    outline,
 )
 
 sizes = st.integers(0, 4)

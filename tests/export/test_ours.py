@@ -5,16 +5,8 @@ import torch
 
 from megablocks_core.export import slabs as slabs_module
 from megablocks_core.export.layout import Rule
-from megablocks_core.export.operations import (
-    Join,
-    Resize,
-    Split,
-    Stack,
-    Transpose,
-    Unstack,
-    View,
-    lazy,
-)
+from megablocks_core.export.lazies import View, lazy
+from megablocks_core.export.operations import Join, Resize, Split, Stack, Transpose, Unstack
 from megablocks_core.export.ours import Ours
 from megablocks_core.export.slabs import slabs
 from megablocks_core.groups import Whole

@@ -16,7 +16,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from megablocks_core.auto import decoder_from_hf
 from megablocks_core.export import load_hf, save_hf, verify
-from megablocks_core.export.operations import lazy
+from megablocks_core.export.lazies import lazy
 from megablocks_core.export.quantised import dequantised
 from megablocks_core.groups import Mesh, gather_whole
 from megablocks_core.testing import ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megablocks_core.export import slabs as module
-from megablocks_core.export.operations import View, lazy
+from megablocks_core.export.lazies import View, lazy
 from megablocks_core.export.slabs import dtype_of, nbytes_of, slabs
 
 

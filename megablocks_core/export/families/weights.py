@@ -14,14 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megablocks_core.export.layout import Layout, Rule
-from megablocks_core.export.operations import (
-    Join,
-    Operation,
-    Split,
-    Transpose,
-    Unstack,
-    inverses,
-)
+from megablocks_core.export.operations import Join, Operation, Split, Transpose, Unstack, inverses
 
 Config = Mapping[str, Any]
 Sizes = dict[str, int]

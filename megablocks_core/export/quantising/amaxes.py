@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from megablocks_core.export.operations import Lazy
+from megablocks_core.export.lazies import Lazy, shape_of
 from megablocks_core.export.ours import NamedBox, Ours, Visited
 from megablocks_core.export.slabs import dtype_of, slabs
 from megablocks_core.groups import Group
@@ -34,7 +34,7 @@ def amaxes(
     def wanted(rank: int) -> Iterator[tuple[Slab, list[NamedBox]]]:
         number = 0
         for name, tensor in tensors.items():
-            for box in slabs(tuple(tensor.get_shape()), dtype_of(tensor)):
+            for box in slabs(shape_of(tensor), dtype_of(tensor)):
                 if number % group.size == rank:
                     yield (name, box), ours.needs(tensor, box)
                 number += 1

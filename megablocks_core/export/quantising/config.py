@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megablocks_core.export.operations import Shape
+from megablocks_core.export.lazies import Shape
 from megablocks_core.export.quantising.recipe import (
     Fp8,
     Fp8Blocks,

@@ -16,7 +16,7 @@ from megablocks_core.export.described import Described, described, target_of
 from megablocks_core.export.drafting import FolderDraft, Written
 from megablocks_core.export.hf_files import as_json, beside, name_dtype, split
 from megablocks_core.export.layout import Shapes
-from megablocks_core.export.operations import Lazy
+from megablocks_core.export.lazies import Lazy, shape_of
 from megablocks_core.export.quantising.amaxes import amaxes
 from megablocks_core.export.quantising.calibration import Calibration
 from megablocks_core.export.quantising.config import (
@@ -275,5 +275,5 @@ def nbytes_of_folder(recipe: Recipe, wholes: Sequence[Whole]) -> int:
 
 def _one(name: str, part: Lazy, nbytes: int) -> Written:
     """A tensor that is made of so many bytes of a weight."""
-    whole = Whole(name, tuple(part.get_shape()), dtype_of(part))
+    whole = Whole(name, shape_of(part), dtype_of(part))
     return Written(whole, part, max(1, nbytes // max(1, whole.nbytes)))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megablocks_core.export.operations import Box, Lazy, View
+from megablocks_core.export.lazies import Box, Lazy, View, shape_of
 from megablocks_core.export.slabs import dtype_of
 from megablocks_core.files.safetensors import DTYPE_CODES
 from megablocks_core.numbers.formats import E2M1, E4M3, codes_of, packed, rounded
@@ -64,7 +64,7 @@ def converted(weight: Lazy, dtype: torch.dtype) -> Lazy:
     """The weight in another dtype."""
     if dtype_of(weight) == dtype:
         return weight
-    return View(tuple(weight.get_shape()), DTYPE_CODES[dtype], lambda box: weight[box].to(dtype))
+    return View(shape_of(weight), DTYPE_CODES[dtype], lambda box: weight[box].to(dtype))
 
 
 def fp8_numbers(weight: Lazy, scale: float) -> Lazy:
@@ -74,7 +74,7 @@ def fp8_numbers(weight: Lazy, scale: float) -> Lazy:
         values = weight[box]
         return _fp8((values.float() / scale).to(values.dtype))
 
-    return View(tuple(weight.get_shape()), _F8, read)
+    return View(shape_of(weight), _F8, read)
 
 
 def fp8_block_numbers(weight: Lazy, block: Block) -> Lazy:
@@ -86,7 +86,7 @@ def fp8_block_numbers(weight: Lazy, block: Block) -> Lazy:
         numbers = _fp8(values / spread(_block_scales(values, block), block, values.shape))
         return numbers[_inside(box, outer)]
 
-    return View(tuple(weight.get_shape()), _F8, read)
+    return View(shape_of(weight), _F8, read)
 
 
 def fp8_block_scales(weight: Lazy, block: Block) -> Lazy:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megablocks_core.export.arguments import folder_of
-from megablocks_core.export.operations import Lazy
+from megablocks_core.export.lazies import Lazy, shape_of
 from megablocks_core.export.quantised import with_file
 from megablocks_core.export.quantising.config import Settings, settings_of
 from megablocks_core.export.quantising.recipe import Fp8Blocks
@@ -118,7 +118,7 @@ def _faults(stored: Mapping[str, Lazy], schema: Mapping[str, Kind]) -> list[str]
         if name not in schema:
             continue
         want, dtype = schema[name]
-        shape, code = tuple(whole.get_shape()), whole.get_dtype()
+        shape, code = shape_of(whole), whole.get_dtype()
         if shape != want:
             faults.append(f"{name} has shape {shape}, described as {want}")
         codes = FLOATS if dtype is None else (DTYPE_CODES[dtype],)
@@ -135,7 +135,7 @@ def _wrong_values(
     total = sum(map(nbytes_of, stored.values()))
     faults, done = [], 0
     for name, whole in stored.items():
-        shape, dtype = tuple(whole.get_shape()), dtype_of(whole)
+        shape, dtype = shape_of(whole), dtype_of(whole)
         is_scale, count = name.endswith(_SCALES), 0
         for box in slabs(shape, dtype, reads=4 // min(4, dtype.itemsize)):
             found = whole[box]

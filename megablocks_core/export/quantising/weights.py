@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megablocks_core.export.layout import Shapes
-from megablocks_core.export.operations import Lazy, Shape
+from megablocks_core.export.lazies import Lazy, Shape
 from megablocks_core.export.quantising.recipe import (
     Fp8,
     Fp8Blocks,

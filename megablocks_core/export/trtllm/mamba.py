@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
-from megablocks_core.export.operations import Decay, Lazy
+from megablocks_core.export.lazies import Lazy
+from megablocks_core.export.operations import Decay
 from megablocks_core.export.quantising.tensors import converted
 from megablocks_core.export.trtllm.model import Model
 from megablocks_core.export.trtllm.scales import Piece

@@ -11,6 +11,7 @@ from torch import nn
 from megablocks_core.export.described import Described, described, target_of
 from megablocks_core.export.drafting import FolderDraft, Written
 from megablocks_core.export.hf_files import Files, as_json
+from megablocks_core.export.lazies import shape_of
 from megablocks_core.export.quantising.calibration import Calibration
 from megablocks_core.export.quantising.recipe import Recipe
 from megablocks_core.export.slabs import dtype_of
@@ -203,7 +204,7 @@ def _files(ranks: list[list[Piece]]) -> Files:
 
 
 def _written(piece: Piece) -> Written:
-    whole = Whole(piece.name, tuple(piece.value.get_shape()), piece.dtype)
+    whole = Whole(piece.name, shape_of(piece.value), piece.dtype)
     own = dtype_of(piece.value).itemsize
     # A byte of E4M3 is made of a number that may be float32.
     reads = 4 if piece.dtype == torch.float8_e4m3fn else max(1, own // piece.dtype.itemsize)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megablocks_core.export.operations import Lazy
+from megablocks_core.export.lazies import Lazy
 from megablocks_core.export.quantising.tensors import converted, fp8_numbers, fp8_scale
 from megablocks_core.export.trtllm.slices import numbers, stacked
 

@@ -7,25 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megablocks_core.export.operations import (
-    Box,
-    Join,
-    Lazy,
-    Resize,
-    Shape,
-    Stack,
-    Transpose,
-    View,
-)
+from megablocks_core.export.lazies import Box, Lazy, View, resized, shape_of, with_ends
+from megablocks_core.export.operations import Join, Resize, Stack, Transpose
 from megablocks_core.files.safetensors import DTYPE_CODES
 
 # Of how many rows a mean is.
 _SOME = 16
-
-
-def shape_of(tensor: Lazy) -> Shape:
-    """The shape of the whole."""
-    return tuple(tensor.get_shape())
 
 
 def part(whole: Lazy, start: int, size: int, dim: int = 0) -> Lazy:
@@ -34,10 +21,9 @@ def part(whole: Lazy, start: int, size: int, dim: int = 0) -> Lazy:
     assert start >= 0 and start + size <= shape[dim]
 
     def read(box: Box) -> Tensor:
-        at = slice(box[dim].start + start, box[dim].stop + start)
-        return whole[(*box[:dim], at, *box[dim + 1 :])]
+        return whole[with_ends(box, dim, box[dim].start + start, box[dim].stop + start)]
 
-    return View((*shape[:dim], size, *shape[dim + 1 :]), whole.get_dtype(), read)
+    return View(resized(shape, dim, size), whole.get_dtype(), read)
 
 
 def cut(whole: Lazy, index: int, count: int, dim: int = 0) -> Lazy:

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megablocks_core.export.operations import Lazy, Offset
+from megablocks_core.export.lazies import Lazy, shape_of
+from megablocks_core.export.operations import Offset
 from megablocks_core.export.quantising.tensors import converted
 from megablocks_core.export.trtllm.mamba import mamba_layer
 from megablocks_core.export.trtllm.mapping import Place
@@ -24,7 +25,6 @@ from megablocks_core.export.trtllm.slices import (
     cut,
     joined,
     part,
-    shape_of,
     transposed,
     with_means,
     with_zeros,

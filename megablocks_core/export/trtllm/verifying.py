@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks_core.export.operations import Box, Lazy, Shape, View
+from megablocks_core.export.lazies import Box, Lazy, Shape, View, shape_of
 from megablocks_core.export.slabs import dtype_of, nbytes_of, slabs
 from megablocks_core.export.trtllm.config import in_hf_words
 from megablocks_core.export.trtllm.mapping import Mapping as Ranks
@@ -115,7 +115,7 @@ def _expected(
     for place in ranks.places:
         name = _FILE.format(place.rank)
         pieces = tensors(model, weights, place, dtype, scales) if name in there else []
-        found[name] = {one.name: (tuple(one.value.get_shape()), one.dtype) for one in pieces}
+        found[name] = {one.name: (shape_of(one.value), one.dtype) for one in pieces}
     return found
 
 
@@ -157,7 +157,7 @@ def _differing(
         faults.append(f"not described {unknown}")
     for name, tensor in found.items():
         shape, dtype = expected.get(name, (None, None))
-        own = tuple(tensor.get_shape())
+        own = shape_of(tensor)
         if shape is not None and own != shape:
             faults.append(f"{name} has shape {own}, described as {shape}")
         if dtype is not None and dtype_of(tensor) != dtype:
@@ -174,7 +174,7 @@ def _strange(
     for file, found in files.items():
         for name, tensor in found.items():
             wrong = 0
-            for box in slabs(tuple(tensor.get_shape()), dtype_of(tensor)):
+            for box in slabs(shape_of(tensor), dtype_of(tensor)):
                 part = tensor[box]
                 done += part.nbytes
                 kept = part.float().isfinite()

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megablocks_core.export.operations import lazy
+from megablocks_core.export.lazies import lazy
 from megablocks_core.export.quantising import tensors
 from megablocks_core.files.safetensors import DTYPE_CODES
 

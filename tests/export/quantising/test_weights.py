@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megablocks_core.export.operations import lazy
+from megablocks_core.export.lazies import lazy
 from megablocks_core.export.quantising import Fp8, Fp8Blocks, Int4, Int8, Nvfp4
 from megablocks_core.export.quantising.weights import (
     Amaxes,

@@ -2,7 +2,7 @@
 
 import torch
 
-from megablocks_core.export.operations import lazy
+from megablocks_core.export.lazies import lazy
 from megablocks_core.export.trtllm.mamba import mamba_layer
 from megablocks_core.export.trtllm.model import model_of
 from tests.export.trtllm.plain import MAMBA2

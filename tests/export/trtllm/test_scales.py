@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megablocks_core.export.operations import lazy
+from megablocks_core.export.lazies import lazy
 from megablocks_core.export.trtllm.scales import Scales
 
 WEIGHT = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from megablocks_core.export.operations import lazy
+from megablocks_core.export.lazies import lazy, shape_of
 from megablocks_core.export.trtllm.slices import (
     cut,
     joined,
     numbers,
     part,
-    shape_of,
     stacked,
     transposed,
     with_last_dim,

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megablocks_core.export import save_trtllm, verify
-from megablocks_core.export.operations import lazy
+from megablocks_core.export.lazies import lazy
 from megablocks_core.export.trtllm.mapping import Mapping
 from megablocks_core.export.trtllm.model import Model, model_of
 from megablocks_core.export.trtllm.scales import Scales
