@@ -173,19 +173,26 @@ void require_rows(const Each& each, std::size_t rows, std::size_t columns) {
             "rows of places must be as many as all counts together, or more, and as wide");
 }
 
+template <typename Each>
+void require_halves(const Each& lower, const Each& upper, std::size_t rows,
+                    std::int64_t features) {
+    require_rows(lower, rows, static_cast<std::size_t>(Halves<Bits>::width_of(features, false)));
+    require_rows(upper, rows, static_cast<std::size_t>(Halves<Bits>::width_of(features, true)));
+}
+
 void experts_forward(Weights gate, Weights up, Weights down, Matrix<const Bits> x,
                      Vector<const std::int64_t> rows, Vector<const float> weights,
-                     Vector<const std::int64_t> counts, Numbers activation, Matrix<Bits> first,
-                     Matrix<Bits> out, const std::string& unit, std::int64_t threads) {
+                     Vector<const std::int64_t> counts, Numbers activation, Matrix<Bits> lower,
+                     Matrix<Bits> upper, Matrix<Bits> out, const std::string& unit, std::int64_t threads) {
     require_threads(threads);
     const bool by_tiles = is_tiles(unit);
     const ExpertArguments given{gate, up, down, x, rows, weights, counts};
     const auto in = tile_experts(given, activation);
     const auto filled = static_cast<std::size_t>(given.filled());
-    require_rows(first, filled, 2 * in.features);
+    require_halves(lower, upper, filled, in.features);
     require_rows(out, filled, in.hidden);
     nb::gil_scoped_release released;
-    run_on_tiles<TileForward>(in, TileOutputs{first.data(), out.data()},
+    run_on_tiles<TileForward>(in, TileOutputs{{lower.data(), upper.data()}, out.data()},
                               given.filled(), threads, by_tiles);
 }
 
@@ -202,8 +209,8 @@ Bits* wanted(const std::optional<Stack<Bits>>& gradient, const Weights& like) {
 void experts_backward(Weights gate, Weights up, Weights down, Matrix<const Bits> x,
                       Vector<const std::int64_t> rows, Vector<const float> weights,
                       Vector<const std::int64_t> counts, Numbers activation,
-                      Matrix<const Bits> dy, Matrix<const Bits> first, std::optional<Matrix<Bits>> of_x,
-                      Vector<float> of_weights, std::optional<Stack<Bits>> of_gate,
+                      Matrix<const Bits> dy, Matrix<const Bits> lower, Matrix<const Bits> upper,
+                      std::optional<Matrix<Bits>> of_x, Vector<float> of_weights, std::optional<Stack<Bits>> of_gate,
                       std::optional<Stack<Bits>> of_up, std::optional<Stack<Bits>> of_down,
                       std::tuple<bool, bool, bool> adds, const std::string& unit,
                       std::int64_t threads) {
@@ -213,10 +220,10 @@ void experts_backward(Weights gate, Weights up, Weights down, Matrix<const Bits>
     const auto in = tile_experts(given, activation);
     const auto filled = static_cast<std::size_t>(given.filled());
     require_rows(dy, filled, in.hidden);
-    require_rows(first, filled, 2 * in.features);
+    require_halves(lower, upper, filled, in.features);
     if (of_x) require_rows(*of_x, filled, in.hidden);
     require(of_weights.size() >= filled, "of_weights must be as many as all counts together");
-    const TileGradients out{dy.data(), first.data(),
+    const TileGradients out{dy.data(), {lower.data(), upper.data()},
                             of_x ? of_x->data() : nullptr, of_weights.data(),
                             wanted(of_gate, gate), wanted(of_up, up), wanted(of_down, down),
                             std::get<0>(adds), std::get<1>(adds), std::get<2>(adds)};
@@ -228,11 +235,11 @@ void define_tiles(nb::module_& m) {
     m.def("experts_forward", &experts_forward, "gate"_a.noconvert(), "up"_a.noconvert(),
           "down"_a.noconvert(), nb::kw_only(), "x"_a.noconvert(), "rows"_a.noconvert(),
           "weights"_a.noconvert(), "counts"_a.noconvert(), "activation"_a,
-          "first"_a.noconvert(), "out"_a.noconvert(), "unit"_a, "threads"_a = 1);
+          "lower"_a.noconvert(), "upper"_a.noconvert(), "out"_a.noconvert(), "unit"_a, "threads"_a = 1);
     m.def("experts_backward", &experts_backward, "gate"_a.noconvert(), "up"_a.noconvert(),
           "down"_a.noconvert(), nb::kw_only(), "x"_a.noconvert(), "rows"_a.noconvert(),
           "weights"_a.noconvert(), "counts"_a.noconvert(), "activation"_a, "dy"_a.noconvert(),
-          "first"_a.noconvert(), "of_x"_a.noconvert().none(),
+          "lower"_a.noconvert(), "upper"_a.noconvert(), "of_x"_a.noconvert().none(),
           "of_weights"_a.noconvert(), "of_gate"_a.noconvert().none(),
           "of_up"_a.noconvert().none(), "of_down"_a.noconvert().none(), "adds"_a,
           "unit"_a, "threads"_a = 1);

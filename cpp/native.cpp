@@ -4,10 +4,15 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <string_view>
+#include <utility>
+#include <vector>
+
 #include "arguments.hpp"
 #include "blend_order.hpp"
 #include "expert_functions.hpp"
 #include "gather.hpp"
+#include "json_lines.hpp"
 #include "packing.hpp"
 #include "permutation.hpp"
 #include "sample_index.hpp"
@@ -115,6 +120,31 @@ void first_fit(Vector<const std::int64_t> lengths, std::int64_t capacity,
     megablocks::first_fit(lengths.data(), count, capacity, bins.data());
 }
 
+// Numbers as an array of NumPy, which owns them.
+nb::object array_of(std::vector<std::int64_t> numbers) {
+    auto* const kept = new std::vector<std::int64_t>(std::move(numbers));
+    const nb::capsule owner(
+        kept, [](void* them) noexcept { delete static_cast<std::vector<std::int64_t>*>(them); });
+    return nb::cast(nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(kept->data(), {kept->size()},
+                                                                      owner));
+}
+
+nb::tuple texts_of_lines(nb::bytes lines, nb::bytes key, std::int64_t max_bytes) {
+    const std::string_view data(lines.c_str(), lines.size());
+    PyObject* texts = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(data.size()));
+    if (!texts) throw nb::python_error();
+    char* const begin = PyBytes_AsString(texts);
+    char* end = nullptr;
+    megablocks::LineTexts found;
+    {
+        nb::gil_scoped_release released;
+        end = megablocks::texts_of_lines(data, {key.c_str(), key.size()}, max_bytes, begin, found);
+    }
+    if (_PyBytes_Resize(&texts, end - begin)) throw nb::python_error();
+    return nb::make_tuple(nb::steal<nb::bytes>(texts), array_of(std::move(found.ends)),
+                          array_of(std::move(found.numbers)), array_of(std::move(found.others)));
+}
+
 template <typename Logit>
 void softmax_sums(Matrix<const Logit> logits, Vector<const std::int64_t> targets,
                   Matrix<float> out, std::int64_t threads) {
@@ -192,6 +222,7 @@ NB_MODULE(_native, m) {
           "low_bits"_a, "rows"_a, "size"_a, "out"_a.noconvert(), "threads"_a = 1);
     m.def("first_fit", &first_fit, "lengths"_a.noconvert(), nb::kw_only(), "capacity"_a,
           "bins"_a.noconvert());
+    m.def("texts_of_lines", &texts_of_lines, "lines"_a, nb::kw_only(), "key"_a, "max_bytes"_a);
     define_softmax<float, std::int16_t>(m);
     megablocks::define_experts(m);
     megablocks::define_selective(m);

@@ -6,9 +6,8 @@
 // An expert has n rows, H numbers in a token and F features, both multiples of 32.
 #pragma once
 
-#include "expert_rows.hpp"
 #include "threads.hpp"
-#include "tiles.hpp"
+#include "tile_swiglu.hpp"
 
 #ifdef MEGABLOCKS_TILES
 
@@ -108,11 +107,32 @@ MEGABLOCKS_ON_TILES inline void rows_by_strips(const Bits* left, std::int64_t de
     }
 }
 
-// Outputs of gate and up lie as backward reads them: for each expert and each 16 features its rows
-// with those of the gate and then those of up.
+// Outputs of gate and up as backward reads them: for each expert and each 16 features its rows with
+// those of the gate and then those of up. Features lie in two halves, as glibc gives memory of more
+// than 32 MiB back when it is freed, and Linux clears it again.
+template <typename Number>
+struct Halves {
+    Number* lower;  // N rows of `width_of` numbers each
+    Number* upper;
+
+    // So many numbers each row of a half has.
+    static std::int64_t width_of(std::int64_t features, bool is_upper) {
+        return 2 * kBlock * ((features / kBlock + !is_upper) / 2);
+    }
+
+    // Those of 16 features of an expert's rows.
+    Number* of(std::int64_t sixteen, std::int64_t start, std::int64_t count,
+               std::int64_t features) const {
+        const std::int64_t split = width_of(features, false) / kBlock;
+        const bool is_upper = sixteen >= split;
+        return (is_upper ? upper : lower) + start * width_of(features, is_upper) +
+               (is_upper ? sixteen - split : sixteen) * kBlock * count;
+    }
+};
+
 struct TileOutputs {
-    Bits* first;  // 2 N F
-    Bits* y;      // [N H]
+    Halves<Bits> first;
+    Bits* y;  // [N H]
 };
 
 // Forward of all experts, by all threads together.
@@ -181,21 +201,17 @@ class TileForward {
         const float* weights;
         Bits* hidden;
         std::int64_t next, count;
-        SwiGlu act;
+        WideSwiGlu act;
 
         MEGABLOCKS_ON_TILES void pair(std::int64_t block, std::int64_t row, const float* sums) {
             for (std::int64_t r = row; r < row + 2; ++r, sums += kBlock) {
                 const std::int64_t n = block * kBlock + r;
                 if (n >= count) return;
                 const __m512i bits = narrowed_32(sums);
-                _mm512_storeu_si512(both + n * kBlock, bits);
-                alignas(64) float rounded[kBlock], values[kTileRows];
-                widen(bits, rounded);
-                for (std::int64_t i = 0; i < kTileRows; ++i) {
-                    values[i] = swiglu_of(rounded[i], rounded[kTileRows + i], act) * weights[n];
-                }
+                store_past(both + n * kBlock, bits);
+                const __m512 value = wide_swiglu(widened_low(bits), widened_high(bits), act);
                 store_16(hidden + n / kTileRows * next + n % kTileRows * kTileColumns,
-                         narrowed_16(values));
+                         narrowed_16(_mm512_mul_ps(value, _mm512_set1_ps(weights[n]))));
             }
         }
         MEGABLOCKS_ON_TILES void whole(std::int64_t) {}
@@ -209,9 +225,9 @@ class TileForward {
         MEGABLOCKS_ON_TILES Activate operator()(std::int64_t strip) {
             const TileExperts& in = pass.in_;
             const std::int64_t sixteen = begin + strip;
-            return {pass.out_.first + 2 * (own.start * in.features + sixteen * kTileRows * own.count),
+            return {pass.out_.first.of(sixteen, own.start, own.count, in.features),
                     in.weights + own.start, pass.hidden_[sixteen / 2] + sixteen % 2 * kTileRows,
-                    in.features * kTileRows, own.count, in.act};
+                    in.features * kTileRows, own.count, WideSwiGlu(in.act)};
         }
     };
 

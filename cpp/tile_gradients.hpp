@@ -10,7 +10,7 @@ namespace megablocks {
 // What backward reads besides, and what it writes; a gradient that is not wanted is null.
 struct TileGradients {
     const Bits* dy;    // [N H]
-    const Bits* first;  // as TileOutputs has it
+    Halves<const Bits> first;  // as TileOutputs has them
     Bits* x;           // of each place [N H]
     float* weights;    // [N]
     Bits* of_gate;     // [e F H]
@@ -131,6 +131,7 @@ class TileBackward {
         std::int64_t column;
         const Bits* first;
         float* products;
+        WideSwiGlu act;
 
         MEGABLOCKS_ON_TILES void pair(std::int64_t block, std::int64_t row, const float* sums) {
             const __m512i one = hidden(block * kBlock + row, sums);
@@ -143,30 +144,19 @@ class TileBackward {
         MEGABLOCKS_ON_TILES __m512i hidden(std::int64_t n, const float* sums) {
             const TileExperts& in = pass.in_;
             const bool is_there = n < own.count;
-            alignas(64) float gates[kBlock], ups[kBlock], values[kBlock], of_gate[kBlock];
-            alignas(64) float of_up[kBlock], terms[kBlock];
-            for (std::int64_t half = 0; half < 2; ++half) {
-                const Bits* both = first + (half * own.count + n) * kBlock;
-                const __m512i bits = row_or_zeros(both, is_there);
-                _mm512_store_ps(gates + half * kTileRows, widened_16(_mm512_castsi512_si256(bits)));
-                _mm512_store_ps(ups + half * kTileRows,
-                                widened_16(_mm512_extracti64x4_epi64(bits, 1)));
+            const __m512 weight = _mm512_set1_ps(is_there ? in.weights[own.start + n] : 0.0f);
+            WideGradient half[2];
+            for (std::int64_t h = 0; h < 2; ++h) {
+                const __m512i both = row_or_zeros(first + (h * own.count + n) * kBlock, is_there);
+                half[h] = wide_gradient(widened_low(both), widened_high(both),
+                                        _mm512_load_ps(sums + h * kTileRows), weight, act);
             }
-            const float weight = is_there ? in.weights[own.start + n] : 0.0f;
-            for (std::int64_t i = 0; i < kBlock; ++i) {
-                const auto each = swiglu_gradient(gates[i], ups[i], sums[i], weight, in.act);
-                values[i] = each.hidden;
-                of_gate[i] = each.gate;
-                of_up[i] = each.up;
-                terms[i] = each.weight;
-            }
-            products[n] = _mm512_reduce_add_ps(
-                _mm512_add_ps(_mm512_load_ps(terms), _mm512_load_ps(terms + kTileRows)));
+            products[n] = _mm512_reduce_add_ps(_mm512_add_ps(half[0].weight, half[1].weight));
             const std::int64_t row = n % kTileRows * kTileColumns;
             Bits* to = pass.inner_[2 * (n / kTileRows) * pass.deep_ + column] + row;
-            _mm512_store_si512(to, narrowed_32(of_gate));
-            _mm512_store_si512(to + pass.deep_ * kTile, narrowed_32(of_up));
-            return narrowed_32(values);
+            _mm512_store_si512(to, narrowed_32(half[0].gate, half[1].gate));
+            _mm512_store_si512(to + pass.deep_ * kTile, narrowed_32(half[0].up, half[1].up));
+            return narrowed_32(half[0].hidden, half[1].hidden);
         }
 
         MEGABLOCKS_ON_TILES void whole(std::int64_t block) {
@@ -184,9 +174,10 @@ class TileBackward {
 
         MEGABLOCKS_ON_TILES Activate operator()(std::int64_t strip) {
             const std::int64_t column = begin + strip;
-            const std::int64_t at = own.start * pass.in_.features + column * kBlock * own.count;
-            return {pass, own, column, pass.out_.first + 2 * at,
-                    pass.products_.data() + column * own.blocks * kBlock};
+            return {pass, own, column,
+                    pass.out_.first.of(2 * column, own.start, own.count, pass.in_.features),
+                    pass.products_.data() + column * own.blocks * kBlock,
+                    WideSwiGlu(pass.in_.act)};
         }
     };
 
@@ -242,16 +233,13 @@ class TileBackward {
         }
         MEGABLOCKS_ON_TILES void write(Bits* at, const float* sums) {
             if (adds) {
-                alignas(64) float old[kBlock];
-                widen(_mm512_loadu_si512(at), old);
-                const __m512 low = _mm512_add_ps(_mm512_load_ps(old), _mm512_load_ps(sums));
-                const __m512 high = _mm512_add_ps(_mm512_load_ps(old + kTileRows),
-                                                  _mm512_load_ps(sums + kTileRows));
-                _mm512_storeu_si512(at, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-            } else if (reinterpret_cast<std::uintptr_t>(at) % 64) {
-                _mm512_storeu_si512(at, narrowed_32(sums));
+                const __m512i old = _mm512_loadu_si512(at);
+                const __m512 low = _mm512_add_ps(widened_low(old), _mm512_load_ps(sums));
+                const __m512 high =
+                    _mm512_add_ps(widened_high(old), _mm512_load_ps(sums + kTileRows));
+                _mm512_storeu_si512(at, narrowed_32(low, high));
             } else {
-                _mm512_stream_si512(reinterpret_cast<__m512i*>(at), narrowed_32(sums));
+                store_past(at, narrowed_32(sums));
             }
         }
         MEGABLOCKS_ON_TILES void whole(std::int64_t) {}

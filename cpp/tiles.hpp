@@ -39,6 +39,10 @@ struct Operands {
     std::int64_t half;   // a block of 16 rows, if there is one
 };
 
+MEGABLOCKS_ON_TILES inline void fetch(const Bits* line) {
+    _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
+}
+
 // Where a product of 32 rows, or of 16, and a strip of 32 columns is made, added to sums [32 32]
 // or in their place.
 struct Addends {
@@ -170,6 +174,8 @@ struct VectorUnit {
             second[r] = fresh ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * kBlock + kTileRows);
         }
         for (std::int64_t k = 0; k < depth; ++k, left += kTile, strip += 2 * kTile) {
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) fetch(left + kTile + r * kTileColumns);
 #pragma GCC unroll 2
             for (std::int64_t pair = 0; pair < kTileRows; ++pair) {
                 const __m512bh one = (__m512bh)_mm512_load_si512(strip + pair * kTileColumns);
@@ -265,10 +271,6 @@ MEGABLOCKS_ON_TILES inline void transpose_quarters(__m512i* v) {
     }
 }
 
-MEGABLOCKS_ON_TILES inline void fetch(const Bits* line) {
-    _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
-}
-
 MEGABLOCKS_ON_TILES inline void fetch_tile(const Bits* from) {
     for (std::int64_t row = 0; row < kTileRows; ++row) {
         _mm_prefetch(reinterpret_cast<const char*>(from + row * kTileColumns), _MM_HINT_T1);
@@ -337,21 +339,36 @@ MEGABLOCKS_ON_TILES inline __m512 widened_16(__m256i bits) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-MEGABLOCKS_ON_TILES inline void widen(__m512i bits, float* to) {
-    _mm512_store_ps(to, widened_16(_mm512_castsi512_si256(bits)));
-    _mm512_store_ps(to + 16, widened_16(_mm512_extracti64x4_epi64(bits, 1)));
+// The first or last 16 of 32 numbers.
+MEGABLOCKS_ON_TILES inline __m512 widened_low(__m512i bits) {
+    return widened_16(_mm512_castsi512_si256(bits));
+}
+MEGABLOCKS_ON_TILES inline __m512 widened_high(__m512i bits) {
+    return widened_16(_mm512_extracti64x4_epi64(bits, 1));
 }
 
-MEGABLOCKS_ON_TILES inline __m256i narrowed_16(const float* from) {
-    return (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(from));
+MEGABLOCKS_ON_TILES inline __m256i narrowed_16(__m512 numbers) {
+    return (__m256i)_mm512_cvtneps_pbh(numbers);
 }
 
 MEGABLOCKS_ON_TILES inline void store_16(Bits* to, __m256i bits) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
 }
 
+MEGABLOCKS_ON_TILES inline __m512i narrowed_32(__m512 low, __m512 high) {
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
 MEGABLOCKS_ON_TILES inline __m512i narrowed_32(const float* from) {
-    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(from + 16), _mm512_load_ps(from));
+    return narrowed_32(_mm512_load_ps(from), _mm512_load_ps(from + kTileRows));
+}
+
+// Writes 32 numbers past the caches: they are next read when all others are written.
+MEGABLOCKS_ON_TILES inline void store_past(Bits* to, __m512i bits) {
+    if (reinterpret_cast<std::uintptr_t>(to) % 64) {
+        _mm512_storeu_si512(to, bits);
+    } else {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits);
+    }
 }
 
 #endif

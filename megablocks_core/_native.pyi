@@ -49,6 +49,15 @@ def blend(
 def first_fit(lengths: NDArray[np.int64], *, capacity: int, bins: NDArray[np.int64]) -> None:
     """Write the first bin that has room for each item, in the given order."""
 
+def texts_of_lines(
+    lines: bytes, *, key: bytes, max_bytes: int
+) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The texts under a key of JSON lines, a NUL after each; their ends; the numbers of their lines.
+
+    Last the number, begin and end of each line that is left to the twin, end to end. Blank lines
+    are left out.
+    """
+
 def softmax_sums(
     logits: NDArray[np.float32 | np.int16],
     targets: NDArray[np.int64],
@@ -112,12 +121,13 @@ def experts_forward(
     weights: NDArray[np.float32],
     counts: NDArray[np.int64],
     activation: tuple[float, float, float],
-    first: NDArray[np.int16],
+    lower: NDArray[np.int16],
+    upper: NDArray[np.int16],
     out: NDArray[np.int16],
     unit: str,
     threads: int = 1,
 ) -> None:
-    """Write weighted SwiGLU experts into ``out``, and what backward reads again into ``first``."""
+    """Write weighted SwiGLU experts into ``out``; backward reads ``lower`` and ``upper`` again."""
 
 def experts_backward(
     gate: NDArray[np.int16],
@@ -130,7 +140,8 @@ def experts_backward(
     counts: NDArray[np.int64],
     activation: tuple[float, float, float],
     dy: NDArray[np.int16],
-    first: NDArray[np.int16],
+    lower: NDArray[np.int16],
+    upper: NDArray[np.int16],
     of_x: NDArray[np.int16] | None,
     of_weights: NDArray[np.float32],
     of_gate: NDArray[np.int16] | None,

@@ -48,8 +48,8 @@ def tiles_fit(x: Tensor, weights: Tensor, projections: Projections, formula: For
 class Tiles:
     """Experts one after the other, each by all threads.
 
-    Of the outputs for backward, ``up`` holds those of gate too [n 2i], in the order in which
-    backward reads them.
+    Of the outputs for backward, ``gate`` and ``up`` both hold numbers of either, in the order in
+    which backward reads them: the lower and the upper half of the features.
 
     Args:
         counts: How many places each expert fills, one after the other.
@@ -66,16 +66,19 @@ class Tiles:
         assert _native is not None
         filled, places = int(self._counts.sum()), inputs.rows.shape[0]
         features, hidden_size = projections.up.shape[1:]
-        first_n2i = fresh(inputs.x, filled, 2 * features)
+        lower_width = (features // _BLOCK + 1) // 2 * 2 * _BLOCK
+        lower = fresh(inputs.x, filled, lower_width)
+        upper = fresh(inputs.x, filled, 2 * features - lower_width)
         y_NH = fresh(inputs.x, places, hidden_size)
         y_NH[filled:].zero_()
         _native.experts_forward(
             **self._read(inputs, projections),
-            first=_bits(first_n2i),
+            lower=_bits(lower),
+            upper=_bits(upper),
             out=_bits(y_NH),
             threads=torch.get_num_threads(),
         )
-        return Outputs(y_NH, None, first_n2i)
+        return Outputs(y_NH, lower, upper)
 
     def backward(
         self,
@@ -86,7 +89,7 @@ class Tiles:
         wanted: Wanted,
     ) -> Gradients:
         """Gradients of tokens, weights and parameters."""
-        assert _native is not None
+        assert _native is not None and outputs.gate is not None
         dx_NH = fresh(dy_NH, *dy_NH.shape) if wanted.x else None
         dweights_N = torch.zeros_like(inputs.weights)
         left = [
@@ -103,7 +106,8 @@ class Tiles:
         _native.experts_backward(
             **self._read(inputs, projections),
             dy=_bits(dy_NH),
-            first=_bits(outputs.up),
+            lower=_bits(outputs.gate),
+            upper=_bits(outputs.up),
             of_x=_optional(dx_NH),
             of_weights=dweights_N.numpy(),
             of_gate=gate,

@@ -67,6 +67,22 @@ def test_as_near_to_float64_as_the_plain_twin(activation, counts, hidden, ffn, m
 
 
 @by_each_unit
+@pytest.mark.parametrize("activation", ("swiglu", "clamped_swiglu"))
+def test_gates_far_from_zero_and_what_is_no_number(activation, monkeypatch):
+    (x, routed), experts = _case((40, 3, 0, 20), 64), _experts(64, 32, activation=activation)
+    x *= torch.logspace(-38, 12, len(x)).unsqueeze(1)
+    x[5, 3] = torch.nan
+    mine = everything(experts, x, routed)
+    monkeypatch.setattr(forms, "tiles_fit", lambda *_: False)
+    plain = everything(experts, x, routed)
+    for name in ("y", "x", "weights"):
+        assert mine[name].isfinite().sum() > 0, name
+        assert torch.equal(mine[name].isnan(), plain[name].isnan()), name
+        close = torch.isclose(mine[name], plain[name], rtol=0.05, atol=1e-30, equal_nan=True)
+        assert close.float().mean() > 0.95, name
+
+
+@by_each_unit
 def test_it_is_tiles_that_compute(monkeypatch):
     used = []
     monkeypatch.setattr(Tiles, "forward", _noting(used, Tiles.forward))
@@ -169,7 +185,8 @@ def _fits(
         ("counts", np.array([2]), "must be the number of experts"),
         ("down", np.zeros((2, 64, 32), np.int16), "must be of the shape of gate"),
         ("x", np.zeros((3, 64), np.int16), "x must have the hidden size"),
-        ("first", np.zeros((1, 128), np.int16), "rows of places"),
+        ("lower", np.zeros((1, 64), np.int16), "rows of places"),
+        ("upper", np.zeros((2, 0), np.int16), "rows of places"),
         ("out", np.zeros((2, 64), np.int16), "rows of places"),
         ("threads", 0, "threads=0 must be at least 1"),
         ("unit", "cubes", "unit must be one that this processor has"),
@@ -184,7 +201,8 @@ def test_the_extension_refuses_what_it_would_read_or_write_outside(name, value, 
         "weights": np.zeros(2, np.float32),
         "counts": np.array([1, 1]),
         "activation": (1.0, 7.0, 0.0),
-        "first": np.zeros((2, 128), np.int16),
+        "lower": np.zeros((2, 64), np.int16),
+        "upper": np.zeros((2, 64), np.int16),
         "out": np.zeros((2, 32), np.int16),
         "unit": unit,
     }
