@@ -15,8 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megablocks_core.testing.starter import Forked, Starter
 from megablocks_core.testing.worker import Answer, Job
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 START_TIMEOUT = 300.0  # importing torch on a crowded machine
 
@@ -28,18 +33,25 @@ class RanksError(AssertionError):
 @dataclass
 class _Worker:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     connection: Connection
     stacks: Path
 
 
 class Pool:
-    """Serves ``run(...)``; made once a session, closed at its end."""
+    """Serves ``run(...)``; made once a session, closed at its end.
 
-    def __init__(self) -> None:
+    Workers are forks of one process that has loaded torch, which takes seconds each time. With
+    ``forks=False``, as CUDA may want it, each is a process of its own.
+    """
+
+    def __init__(self, *, forks: bool = sys.platform == "linux") -> None:
+        self._forks = forks
+        self._starter: Starter | None = None
         self._workers: dict[int, _Worker] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._num_jobs = 0
+        self._served: TCPStore | None = None
 
     def run(
         self,
@@ -69,7 +81,8 @@ class Pool:
             payload=payload,
             size=size,
             backend=backend,
-            store=str(Path(self._folder.name) / f"store-{self._num_jobs}"),
+            port=self._store().port,
+            number=self._num_jobs,
             timeout=timeout,
             sys_path=tuple(sys.path),
             mutation=mutation,
@@ -89,7 +102,20 @@ class Pool:
     def close(self) -> None:
         """End every worker."""
         self._kill(list(self._workers.values()))
+        if self._starter is not None:
+            self._starter.close()
         self._folder.cleanup()
+
+    def _store(self) -> "TCPStore":
+        """Return the store where ranks meet. It lives here, so that no rank's end takes it along.
+
+        (One of files is looked at every 10 ms: each world and each group then waits for that.)
+        """
+        if self._served is None:
+            from torch._C._distributed_c10d import TCPStore
+
+            self._served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._served
 
     def _start(self, size: int) -> list[_Worker]:
         new = [self._spawn(rank) for rank in range(size) if rank not in self._workers]
@@ -108,16 +134,25 @@ class Pool:
     def _spawn(self, rank: int) -> _Worker:
         ours, theirs = socket.socketpair()
         stacks = Path(self._folder.name) / f"stacks-{rank}"
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
-            "from megablocks_core.testing.worker import serve\n"
-            f"serve({theirs.fileno()}, {rank}, {str(stacks)!r})"
-        )
-        process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
-        theirs.close()
+        with theirs:
+            process = self._process(theirs.fileno(), rank, str(stacks))
         worker = _Worker(rank, process, Connection(ours.detach()), stacks)
         self._workers[rank] = worker
         return worker
+
+    def _process(self, fd: int, rank: int, stacks: str) -> "subprocess.Popen[bytes] | Forked":
+        if self._forks:
+            self._starter = self._starter or Starter()
+            try:
+                return self._starter.start(fd, rank, stacks, timeout=START_TIMEOUT)
+            except (EOFError, OSError) as error:
+                raise RanksError(f"no process to start rank {rank}: {error!r}") from None
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            "from megablocks_core.testing.worker import serve\n"
+            f"serve({fd}, {rank}, {stacks!r})"
+        )
+        return subprocess.Popen([sys.executable, "-c", code], pass_fds=[fd])
 
     def _collect(self, workers: Sequence[_Worker], job: Job) -> list[Answer]:
         answers: dict[int, Answer] = {}
@@ -134,7 +169,7 @@ class Pool:
 
     def _kill(self, workers: Sequence[_Worker]) -> None:
         for worker in workers:
-            worker.process.kill()
+            worker.process.send_signal(signal.SIGKILL)
         for worker in workers:
             worker.process.wait()
             worker.connection.close()
@@ -152,8 +187,8 @@ def _answer(worker: _Worker, workers: Sequence[_Worker]) -> Answer:
         worker.process.wait()
         answer = Answer("failed", "", "")
     for peer in workers:
-        if peer.process.poll() is not None:
-            code = peer.process.returncode
+        code = peer.process.poll()
+        if code is not None:
             end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             stack = peer.stacks.read_text()
             raise RanksError(f"rank {peer.rank} of {len(workers)} died ({end})\n{stack}")

@@ -79,7 +79,7 @@ def _run(
     if backend == "gloo" and config.getoption("--delayed", default=False):
         backend = "delayed"
     try:
-        answers = pool_of(config).run(
+        answers = pool_of(config, backend).run(
             file=inspect.getfile(body),
             module=body.__module__,
             qualname=body.__qualname__,
@@ -99,15 +99,17 @@ def _run(
             pytest.skip(answer.text)
 
 
-def pool_of(config: Any) -> Pool:
-    """Return the pool of this pytest session, made on first use and closed at its end."""
-    if config not in _pools:
-        _pools[config] = Pool()
-        config.add_cleanup(_pools[config].close)
-    return _pools[config]
+def pool_of(config: Any, backend: str) -> Pool:
+    """Return this pytest session's pool for a back end, made on first use, closed at the end."""
+    pools = _pools.setdefault(config, {})
+    cuda = backend == "nccl"
+    if cuda not in pools:
+        pools[cuda] = Pool(forks=False) if cuda else Pool()
+        config.add_cleanup(pools[cuda].close)
+    return pools[cuda]
 
 
-_pools: WeakKeyDictionary[Any, Pool] = WeakKeyDictionary()
+_pools: WeakKeyDictionary[Any, dict[bool, Pool]] = WeakKeyDictionary()
 
 
 def _pickled(arguments: dict[str, Any]) -> bytes:

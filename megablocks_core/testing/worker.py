@@ -22,11 +22,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import reduce
+from functools import lru_cache, reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 SEED = 1234
 
@@ -41,7 +44,8 @@ class Job:
     payload: bytes
     size: int
     backend: str
-    store: str
+    port: int
+    number: int
     timeout: float
     sys_path: tuple[str, ...]
     mutation: str | None
@@ -62,7 +66,7 @@ def serve(fd: int, rank: int, stacks: str) -> None:
     stacks_file = Path(stacks).open("w")  # noqa: SIM115 (open for the life of the process)
     faulthandler.enable(stacks_file)
     faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
-    _prepare_torch()
+    prepare_torch()
     gc.freeze()  # else whatever collects garbage looks through all of torch
 
     parent = Connection(fd)
@@ -158,7 +162,8 @@ def _fault(name: str | None) -> AbstractContextManager[None]:
     return mutation(name)
 
 
-def _prepare_torch() -> None:
+def prepare_torch() -> None:
+    """One thread, and new memory full of NaN."""
     import torch
 
     from megablocks_core.testing.memory import fill_empty_with_nan
@@ -169,6 +174,7 @@ def _prepare_torch() -> None:
 
 def _enter_world(job: Job, rank: int) -> None:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     _leave_world()
     if job.backend == "nccl":
@@ -181,7 +187,7 @@ def _enter_world(job: Job, rank: int) -> None:
         register()
     dist.init_process_group(
         job.backend,
-        init_method=f"file://{job.store}",
+        store=PrefixStore(f"job {job.number}", _store(job.port)),
         rank=rank,
         world_size=job.size,
         # Later than the parent's limit: a hang is reported there, with every rank's stack.
@@ -189,11 +195,21 @@ def _enter_world(job: Job, rank: int) -> None:
     )
 
 
+@lru_cache(maxsize=1)
+def _store(port: int) -> "TCPStore":
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
 def _leave_world() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
+        groups = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        # The end of each waits 10 ms and more for a thread of gloo.
+        threading.Thread(target=groups.clear, daemon=True).start()
     if "torch.distributed.tensor" in sys.modules:
         # Its caches hold meshes of groups that are gone, and give them to tensors on equal ones.
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -3,8 +3,6 @@
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 
@@ -14,15 +12,15 @@ import torch.distributed as dist
 
 from megablocks_core.testing import ranks
 from megablocks_core.testing.pool import Pool, RanksError
+from megablocks_core.testing.ranks import pool_of
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = Pool()
-    yield pool
-    pool.close()
+def pool(request):
+    """That of all other tests, which go on with it afterwards."""
+    return pool_of(request.config, "gloo")
 
 
 def _run(pool, body, timeout=60.0, **arguments):
@@ -96,6 +94,15 @@ def test_a_hang_is_named_with_the_stuck_ranks_and_their_stacks(pool):
     assert "in wait_here" in text
 
 
+def test_without_forks_each_worker_is_a_process_of_its_own():
+    pool = Pool(forks=False)
+    try:
+        answers = _run(pool, passes)
+    finally:
+        pool.close()
+    assert [answer.outcome for answer in answers] == ["passed", "passed"]
+
+
 def test_a_rank_that_dies_is_named(pool):
     with pytest.raises(RanksError, match=r"rank 1 of 2 died \(SIGKILL\)"):
         _run(pool, rank_1_dies)
@@ -104,7 +111,7 @@ def test_a_rank_that_dies_is_named(pool):
 @pytest.mark.parametrize(
     "end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_no_worker_outlives_its_pytest(end, tmp_path):
+def test_no_worker_outlives_its_pytest(end, tmp_path, launch):
     """Also when the body hangs and pytest gets no chance to clean up."""
     (tmp_path / "test_hang.py").write_text(
         textwrap.dedent(
@@ -116,19 +123,21 @@ def test_no_worker_outlives_its_pytest(end, tmp_path):
             @ranks(2)
             def test_hang(tmp_path):
                 mine = pathlib.Path(__file__).with_name(f"pid-{dist.get_rank()}")
-                mine.with_suffix(".new").write_text(str(os.getpid()))
+                mine.with_suffix(".new").write_text(f"{os.getpid()} {os.getppid()}")
                 mine.with_suffix(".new").rename(mine)
                 dist.recv(torch.empty(1), src=1 - dist.get_rank())
             """
         )
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    pytest_process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    command = f"import pytest; pytest.main(['-q', '-p', 'no:cacheprovider', {str(tmp_path)!r}])"
+    (pytest_process,) = launch("-c", command, cwd=tmp_path)
     files = [tmp_path / f"pid-{rank}" for rank in range(2)]
     _wait_until(lambda: all(file.exists() for file in files), seconds=120)
     pytest_process.send_signal(end)
     pytest_process.wait(60)
-    _wait_until(lambda: not any(_alive(int(file.read_text())) for file in files), seconds=30)
+    started = {int(pid) for file in files for pid in file.read_text().split()}
+    assert len(started) == 3  # with the one whose forks they are
+    _wait_until(lambda: not any(map(_alive, started)), seconds=30)
 
 
 def _alive(pid):
