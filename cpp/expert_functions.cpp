@@ -85,6 +85,16 @@ void ask_pages(Vector<const std::uint8_t> memory) {
     ask_for_huge_pages(memory.data(), memory.size());
 }
 
+// Also where a compiler cannot tell.
+bool is_intel() {
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel");
+#else
+    return true;
+#endif
+}
+
 #ifdef MEGABLOCKS_TILES
 
 using Weights = Stack<const Bits>;
@@ -271,6 +281,7 @@ void define_hidden(nb::module_& m) {
 void define_experts(nb::module_& m) {
     define_hidden<float, std::int16_t>(m);
     m.def("ask_for_huge_pages", &ask_pages, "memory"_a.noconvert());
+    m.def("is_intel", &is_intel);
     m.def("bfloat16_units", &units);
     define_tiles(m);
 }

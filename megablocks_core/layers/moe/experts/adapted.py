@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from megablocks_core.layers.moe.dispatch import Dispatched
 from megablocks_core.layers.moe.dispatch.assignment import take_rows
 from megablocks_core.layers.moe.experts.activations import Activation
+from megablocks_core.layers.moe.experts.host_products import multiply, row_step
 from megablocks_core.layers.moe.experts.inverse import (
     Inverse,
     inverse_of,
@@ -39,9 +40,6 @@ from megablocks_core.layers.moe.experts.passes import (
 from megablocks_core.layers.moe.experts.places import host_counts
 from megablocks_core.layers.moe.experts.projections import Formula, Projections
 from megablocks_core.layers.moe.experts.whole import Batched, Products, Ragged
-
-# oneDNN builds a kernel for each new shape: in its dtypes rows are counted in such steps.
-_STEP = 64
 
 
 class Factors(NamedTuple):
@@ -150,7 +148,7 @@ class Counted(Products):
         """``dy^T x`` [e O I]."""
         out_eOI = torch.empty_like(w_eOI, memory_format=torch.contiguous_format)
         for places, out_OI in zip(self._places(), out_eOI.unbind(0), strict=True):
-            torch.mm(dy_NO[places].t(), x_NI[places], out=out_OI)
+            multiply(dy_NO[places].t(), x_NI[places], out=out_OI)
         return out_eOI
 
     def add_bias_(self, y_NO: Tensor, bias_eO: Tensor) -> None:
@@ -164,13 +162,13 @@ class Counted(Products):
 
     def _each(self, x_NI: Tensor, m_eIO: Tensor) -> Tensor:
         """A step too far writes rows of the next experts, who come later."""
-        step = _STEP if x_NI.dtype in (torch.bfloat16, torch.float16) else 1
+        step = row_step(x_NI.dtype)
         y_NO = x_NI.new_empty(x_NI.shape[0], m_eIO.shape[2])
         for places, m_IO in zip(self._places(), m_eIO.unbind(0), strict=True):
             if places.stop > places.start:
                 stop = places.start + -(-(places.stop - places.start) // step) * step
                 wider = slice(places.start, min(stop, x_NI.shape[0]))
-                torch.mm(x_NI[wider], m_IO, out=y_NO[wider])
+                multiply(x_NI[wider], m_IO, out=y_NO[wider])
         return y_NO
 
     def _places(self) -> list[slice]:

@@ -2,9 +2,9 @@
 
 On a CPU a fresh large tensor costs as much as the product that fills it, so each expert's rows
 pass through scratch memory that stays in the cache, and gradients of parameters are written where
-they stay. oneDNN builds a kernel for each new shape, so in its dtypes an expert's rows are
-counted in steps of ``_STEP``: a product writes some rows too many, which are the next expert's,
-who comes later. Rows of zeros take their place where products sum over rows.
+they stay. Rows are counted in the steps of ``row_step``: a product writes some rows too many,
+which are the next expert's, who comes later. Rows of zeros take their place where products sum
+over rows.
 
 Dimensions: N places, n places of one expert, p those and the padding, H hidden size, i features
 here.
@@ -19,12 +19,10 @@ from torch import Tensor
 from megablocks_core.layers.moe.experts import passes
 from megablocks_core.layers.moe.experts.fresh import fresh
 from megablocks_core.layers.moe.experts.function import Gradients, Inputs, Outputs, Wanted
+from megablocks_core.layers.moe.experts.host_products import add_multiplied, multiply, row_step
 from megablocks_core.layers.moe.experts.passes import HiddenGradients
 from megablocks_core.layers.moe.experts.passes_into import hidden_backward_into, hidden_into
 from megablocks_core.layers.moe.experts.projections import Projections
-
-_STEP = 64
-_BY_ONEDNN = (torch.bfloat16, torch.float16)
 
 
 class Span(NamedTuple):
@@ -80,7 +78,7 @@ class Chunks:
             own_n = weights_n if formula.weigh == "hidden" else None
             own_pi = hidden_pi[: span.end - span.start]
             hidden_into(formula.activation, gate_ni, up_ni, own_n, own_pi)
-            torch.mm(own_pi, expert.down.t(), out=y_NH[span.padded])
+            multiply(own_pi, expert.down.t(), out=y_NH[span.padded])
             _finish(y_NH[span.places], expert.down_bias, own_n)
             if formula.weigh == "output":
                 y_NH[span.places].copy_(passes.scaled(y_NH[span.places], weights_n))
@@ -115,7 +113,7 @@ class Chunks:
                 continue
             own, rows_pH = scratch.of(span), _gather(inputs, span, scratch.x)
             dy_pH = _padded(dy_NH, span, own.dy)
-            torch.mm(dy_pH, expert.down, out=own.dh)
+            multiply(dy_pH, expert.down, out=own.dh)
             weights_n = inputs.weights[span.places]
             hidden_backward_into(
                 inputs.formula.activation,
@@ -140,9 +138,9 @@ class Chunks:
             sums.add_bias(4, index, own.up)
             if dx_NH is not None:
                 dx_pH = dx_NH[span.padded]
-                torch.mm(own.up, expert.up, out=dx_pH)
+                multiply(own.up, expert.up, out=dx_pH)
                 if expert.gate is not None:
-                    torch.addmm(dx_pH, own.gate, expert.gate, out=dx_pH)
+                    add_multiplied(own.gate, expert.gate, to=dx_pH)
                 if weigh == "input":
                     dx_nH = dx_NH[span.places]
                     x_nH = x.index_select(0, inputs.rows[span.places])
@@ -151,7 +149,7 @@ class Chunks:
         return Gradients(dx_NH, dweights_N, sums.left)
 
     def _spans(self, dtype: torch.dtype) -> list[Span]:
-        step, spans, start = _STEP if dtype in _BY_ONEDNN else 1, [], 0
+        step, spans, start = row_step(dtype), [], 0
         for count in self._counts:
             spans.append(Span(start, start + count, start + -(-count // step) * step))
             start += count
@@ -195,9 +193,9 @@ class Sums:
         """``dy^T x`` of one expert."""
         into, left = self._into[which], self.left[which]
         if into is not None:
-            into[expert].addmm_(dy_pO.t(), x_pI)
+            add_multiplied(dy_pO.t(), x_pI, to=into[expert])
         elif left is not None:
-            torch.mm(dy_pO.t(), x_pI, out=left[expert])
+            multiply(dy_pO.t(), x_pI, out=left[expert])
 
     def add_bias(self, which: int, expert: int, dy_nO: Tensor) -> None:
         """The sum over the rows of one expert."""
@@ -238,7 +236,7 @@ def _product(
     x_pI: Tensor, w_OI: Tensor, bias_O: Tensor | None, out_NO: Tensor, span: Span
 ) -> Tensor:
     """``x W^T + b`` of the filled places [n O], written where they lie."""
-    torch.mm(x_pI, w_OI.t(), out=out_NO[span.padded])
+    multiply(x_pI, w_OI.t(), out=out_NO[span.padded])
     own_nO = out_NO[span.places]
     return own_nO if bias_O is None else own_nO.add_(bias_O)
 
