@@ -263,6 +263,7 @@ struct LineTexts {
     std::vector<std::int64_t> ends;     // of each text
     std::vector<std::int64_t> numbers;  // of the line of each, from 1
     std::vector<std::int64_t> others;   // number, begin and end of each line that is not taken
+    std::int64_t lines = 0;
 };
 
 // Writes the texts of all lines but blank ones, a NUL after each, and returns their end. There must
@@ -271,7 +272,8 @@ inline char* texts_of_lines(std::string_view lines, std::string_view key, std::i
                             char* out, LineTexts& found) {
     const char *at = lines.data(), *const end = at + lines.size();
     char* const begin = out;
-    for (std::int64_t number = 1; at < end; ++number) {
+    while (at < end) {
+        ++found.lines;
         const void* const newline = std::memchr(at, '\n', static_cast<std::size_t>(end - at));
         const char* const stop = newline ? static_cast<const char*>(newline) : end;
         const bool is_long = stop - at > max_bytes;
@@ -279,12 +281,12 @@ inline char* texts_of_lines(std::string_view lines, std::string_view key, std::i
         if (is_long || !line.is_blank()) {
             if (char* const text_end = is_long ? nullptr : line.text(out)) {
                 found.ends.push_back(text_end - begin);
-                found.numbers.push_back(number);
+                found.numbers.push_back(found.lines);
                 *text_end = '\0';
                 out = text_end + 1;
             } else {
                 found.others.insert(found.others.end(),
-                                    {number, at - lines.data(), stop - lines.data()});
+                                    {found.lines, at - lines.data(), stop - lines.data()});
             }
         }
         at = stop + 1;

@@ -142,7 +142,8 @@ nb::tuple texts_of_lines(nb::bytes lines, nb::bytes key, std::int64_t max_bytes)
     }
     if (_PyBytes_Resize(&texts, end - begin)) throw nb::python_error();
     return nb::make_tuple(nb::steal<nb::bytes>(texts), array_of(std::move(found.ends)),
-                          array_of(std::move(found.numbers)), array_of(std::move(found.others)));
+                          array_of(std::move(found.numbers)), array_of(std::move(found.others)),
+                          found.lines);
 }
 
 template <typename Logit>

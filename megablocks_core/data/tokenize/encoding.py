@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import compress
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +10,11 @@ import xxhash
 
 from megablocks_core.data.tokenize.encoders import Encoder, Ids, open_encoder
 from megablocks_core.data.tokenize.fast_engine import HF, open_fast
+from megablocks_core.data.tokenize.flat_texts import utf8_sizes
 from megablocks_core.data.tokenize.reading import Bad, UnitReader
 from megablocks_core.data.tokenize.units import Unit
 
-_BATCH = 1 << 20  # characters that are encoded at a time
+_BATCH = 1 << 20  # bytes of text that are encoded at a time
 
 
 class Settings(NamedTuple):
@@ -28,6 +29,7 @@ class Settings(NamedTuple):
         key: Of the text.
         max_bytes: Of a line or text.
         vocab_size: Of the tokenizer, if an engine that is not its own may be opened alone.
+        threads: Whether other threads encode at the same time.
     """
 
     tokenizer: str
@@ -38,6 +40,7 @@ class Settings(NamedTuple):
     key: str
     max_bytes: int
     vocab_size: int = 0
+    threads: bool = False
 
     def open(self) -> UnitEncoder:
         """What encodes by them."""
@@ -78,7 +81,10 @@ class UnitEncoder:
         self._dtype = np.dtype(settings.dtype)
         spec, fast = settings.tokenizer, settings.engine != HF
         plain = None if fast and settings.vocab_size else open_encoder(spec)
-        opened = open_fast(spec, plain, settings.vocab_size) if fast else plain
+        if fast:
+            opened = open_fast(spec, plain, settings.vocab_size, threads=settings.threads)
+        else:
+            opened = plain
         assert opened is not None
         if opened.name != settings.name:
             raise ValueError(f"tokenizer={spec!r} has changed since the run began")
@@ -88,11 +94,10 @@ class UnitEncoder:
     def encode(self, unit: Unit) -> Encoded:
         """What is written of a unit."""
         read = self._reader.read(unit)
-        bad, text_bytes, parts = list(read.bad), 0, []
-        for start, stop in _batches(read.texts):
-            texts, places = read.texts[start:stop], read.places[start:stop]
-            parts.append(self._ids(texts, places, bad))
-            text_bytes += sum(map(_utf8_bytes, compress(texts, parts[-1].lengths)))
+        bad, parts = list(read.bad), []
+        sizes = utf8_sizes(read.texts)
+        for start, stop in _batches(sizes):
+            parts.append(self._ids(read.texts[start:stop], read.places[start:stop], bad))
         lengths = np.concatenate([part.lengths for part in parts] or [np.empty(0, np.int64)])
         ids = np.concatenate([part.ids for part in parts] or [np.empty(0, self._dtype)])
         documents = lengths[lengths > 0]
@@ -108,12 +113,12 @@ class UnitEncoder:
             empty=int(len(lengths) - len(documents)) - (len(bad) - len(read.bad)),
             bad=sorted(bad),
             lines=read.lines,
-            text_bytes=text_bytes,
+            text_bytes=int(sizes[lengths > 0].sum()),
             inner_ends=inner,
             pieces=read.pieces,
         )
 
-    def _ids(self, texts: list[str], places: list[tuple[int, int]], bad: list[Bad]) -> Ids:
+    def _ids(self, texts: Sequence[str], places: Sequence[tuple[int, int]], bad: list[Bad]) -> Ids:
         """The ids of texts; one that the tokenizer fails on is bad, and has none."""
         try:
             return self._checked(self._encoder.encode(texts))
@@ -147,16 +152,11 @@ def content_hashes(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return hashes
 
 
-def _batches(texts: list[str]) -> list[tuple[int, int]]:
-    """Ranges of texts of about ``_BATCH`` characters."""
-    found, start, size = [], 0, 0
-    for index, text in enumerate(texts):
-        size += len(text)
-        if size >= _BATCH or index == len(texts) - 1:
-            found.append((start, index + 1))
-            start, size = index + 1, 0
-    return found
-
-
-def _utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
+def _batches(sizes: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Ranges of texts of ``_BATCH`` bytes and what is left of the last text."""
+    ends, start = np.cumsum(sizes), 0
+    while start < len(sizes):
+        full = (int(ends[start - 1]) if start else 0) + _BATCH
+        stop = min(int(np.searchsorted(ends, full)) + 1, len(sizes))
+        yield start, stop
+        start = stop

@@ -19,6 +19,7 @@ from megablocks_core.data.tokenize.encoders import (
     name_of_hf,
     tokenizer_file,
 )
+from megablocks_core.data.tokenize.flat_texts import FlatTexts, utf8_sizes
 
 AUTO, HF, GIGATOKEN = "auto", "hf", "gigatoken"
 ENGINES = (AUTO, HF, GIGATOKEN)
@@ -31,10 +32,14 @@ class GigatokenEncoder:
     """Encodes as the tokenizer it stands for, whose names and ends it has.
 
     Without that one it has the name and the size that are given, and knows no token by its text.
+    With ``threads`` it encodes by batch calls alone, beside which other threads run.
     """
 
-    def __init__(self, path: str, plain: Encoder | None, vocab_size: int = 0) -> None:
+    def __init__(
+        self, path: str, plain: Encoder | None, vocab_size: int = 0, *, threads: bool = False
+    ) -> None:
         data = tokenizer_file(path).read_bytes()
+        self._batches = threads
         self._plain, self._tokenizer = plain, _package().Tokenizer.from_json(data)
         self.vocab_size, self.name = plain.vocab_size if plain else vocab_size, name_of_hf(data)
         self.end = plain.end if plain else None
@@ -45,15 +50,26 @@ class GigatokenEncoder:
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """The ids, made on this thread."""
-        if len(texts) < _FEW or sum(map(len, texts)) > _LONG * len(texts):
+        sizes = utf8_sizes(texts)
+        if not self._batches and (len(texts) < _FEW or sizes.sum() > _LONG * len(texts)):
             encode = self._tokenizer.backend.encode
-            each = [encode(text) for text in texts]
+            each = [encode(text) for text in _contents(texts)]
             lengths = np.fromiter(map(len, each), np.int64, len(each))
             return Ids(np.concatenate([np.empty(0, np.uint32), *each]), lengths)
-        rows = self._tokenizer.encode_batch(list(texts), parallel=False).layout
+        if isinstance(texts, FlatTexts):
+            given, found = _package().BytesSource(texts.joined(), b"\0"), sizes > 0
+        else:
+            given, found = list(texts), slice(None)
+        rows = self._tokenizer.encode_batch(given, parallel=False).layout
         bounds = np.asarray(rows.offsets.data)
         ids = np.asarray(rows.content.data)[bounds[0] : bounds[-1]]
-        return Ids(ids, np.diff(bounds))
+        lengths = np.zeros(len(texts), np.int64)
+        lengths[found] = np.diff(bounds)  # it leaves out empty texts between two NULs
+        return Ids(ids, lengths)
+
+
+def _contents(texts: Sequence[str]) -> Sequence[str] | list[bytes]:
+    return texts.contents() if isinstance(texts, FlatTexts) else texts
 
 
 def choose_engine(
@@ -85,7 +101,9 @@ def choose_engine(
     return GIGATOKEN, fast
 
 
-def open_fast(spec: str, plain: Encoder | None, vocab_size: int = 0) -> Encoder:
+def open_fast(
+    spec: str, plain: Encoder | None, vocab_size: int = 0, *, threads: bool = False
+) -> Encoder:
     """The tokenizer in the fast engine.
 
     Args:
@@ -93,6 +111,7 @@ def open_fast(spec: str, plain: Encoder | None, vocab_size: int = 0) -> Encoder:
         plain: The same in its own engine. Where ids were compared before, only to encode, ``None``
             saves the time to open it.
         vocab_size: One more than its largest id, without ``plain``.
+        threads: Whether other threads run while it encodes.
 
     Raises:
         ValueError: It cannot have it.
@@ -103,7 +122,7 @@ def open_fast(spec: str, plain: Encoder | None, vocab_size: int = 0) -> Encoder:
         raise ValueError(f"engine='gigatoken' must have a tokenizer hf:PATH, not {spec!r}")
     _package()
     try:
-        return GigatokenEncoder(path, plain, vocab_size)
+        return GigatokenEncoder(path, plain, vocab_size, threads=threads)
     except Exception as error:  # it has no class of its own for what it cannot do
         raise ValueError(f"engine='gigatoken' cannot have {spec!r}: {error}") from None
 

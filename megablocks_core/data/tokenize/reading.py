@@ -6,21 +6,24 @@ Everything that an input can hold becomes a text, an empty text, or a ``Bad`` wi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
 
 import xxhash
 
 from megablocks_core.data.tokenize.compressed import whole_text
+from megablocks_core.data.tokenize.flat_texts import FlatTexts, LinePlaces
 from megablocks_core.data.tokenize.units import Held, Lines, Rows, Texts, Unit, open_parquet
+
+try:
+    import megablocks_core._native as _native
+except ImportError:  # built without a compiler
+    _native = None
 
 BOM = b"\xef\xbb\xbf"
 _STEP = 1 << 16
-_LONG = 2048  # bytes of a line from which it is quicker not to copy it
-_DEEP = 64  # levels of lists and objects that the fast parser may take, far below its limit
 
 
 class Bad(NamedTuple):
@@ -46,8 +49,8 @@ class Read(NamedTuple):
         pieces: Hashes of the pieces of its files.
     """
 
-    texts: list[str]
-    places: list[tuple[int, int]]
+    texts: Sequence[str]
+    places: Sequence[tuple[int, int]]
     bad: list[Bad]
     lines: int
     pieces: bytes
@@ -63,16 +66,16 @@ class UnitReader:
     Args:
         key: Of the text in a JSON object, and name of its column in Parquet.
         max_bytes: A longer line or text is bad.
-        plain: Read all JSON by the standard library. Else orjson, where it is installed, reads the
-            lines that have a text; whatever it does not take is read again.
+        plain: Read all JSON by the standard library. Else the extension, where it is built, reads
+            lines that plainly have a text; whatever it does not take is read so.
     """
 
     def __init__(self, key: str, max_bytes: int, *, plain: bool = False) -> None:
         self.key, self.max_bytes = key, max_bytes
-        self._parse: Callable[[bytes | memoryview], Any] | None = None
-        if not plain:
-            with suppress(ModuleNotFoundError):
-                self._parse = import_module("orjson").loads
+        self._key: bytes | None = None
+        if not plain and _native is not None:
+            with suppress(UnicodeEncodeError):
+                self._key = key.encode()
         self._open: tuple[str, int, int, Iterator[Any]] | None = None
 
     def read(self, unit: Unit) -> Read:
@@ -92,8 +95,7 @@ class UnitReader:
                 return self._rows(unit)
 
     def _whole_files(self, unit: Texts) -> Read:
-        read = Read([], [], [], 0, b"")
-        pieces = bytearray()
+        texts, places, bad, pieces = [], [], [], bytearray()
         for file, path, compression in zip(unit.files, unit.paths, unit.compressions, strict=True):
             line = 0
             if compression:
@@ -108,55 +110,47 @@ class UnitReader:
                 self._check_length(len(data))
                 line, text = 1, ""
                 text = data.removeprefix(BOM).decode()
-                self._add(read, text, (file, 0))
+                texts.append(_checked(text))
+                places.append((file, 0))
             except UnicodeDecodeError as error:
                 line = data.count(b"\n", 0, error.start + 1) + 1
-                read.bad.append(Bad(file, line, "is not UTF-8"))
+                bad.append(Bad(file, line, "is not UTF-8"))
             except _NoText as error:
-                read.bad.append(Bad(file, 0, str(error)))
-        return read._replace(pieces=bytes(pieces))
+                bad.append(Bad(file, 0, str(error)))
+        return Read(texts, places, bad, 0, bytes(pieces))
 
     def _lines(self, file: int, data: bytes, first: bool, pieces: bytes) -> Read:
         if first:
             data = data.removeprefix(BOM)
-        read = Read([], [], [], 0, pieces)
-        lines: list[Any]
-        try:
-            lines = _lines_of(data) if self._parse else data.decode().split("\n")
-        except UnicodeDecodeError:  # one of them; the others are as good as ever
-            lines = data.split(b"\n")
-        if not lines[-1]:
-            lines.pop()
-        for number, line in enumerate(lines, 1):
-            if (text := self._clean_text(line)) is not None:
-                read.texts.append(text)
-                read.places.append((file, number))
-                continue
+        if self._key is None or _native is None:
+            lines = _lines_of(data)
+            return self._plain_lines(file, enumerate(lines, 1))._replace(
+                lines=len(lines), pieces=pieces
+            )
+        flat, ends, numbers, others, count = _native.texts_of_lines(
+            data, key=self._key, max_bytes=self.max_bytes
+        )
+        left = others.reshape(-1, 3).tolist()
+        rest = self._plain_lines(file, ((number, data[at:end]) for number, at, end in left))
+        texts, places = FlatTexts(flat, ends), LinePlaces(file, numbers)
+        if rest.texts:
+            rows = [*zip(places, texts, strict=True), *zip(rest.places, rest.texts, strict=True)]
+            places, texts = zip(*sorted(rows), strict=True)
+        return Read(texts, places, rest.bad, count, pieces)
+
+    def _plain_lines(self, file: int, lines: Iterable[tuple[int, str | bytes]]) -> Read:
+        """The plain twin."""
+        texts, places, bad = [], [], []
+        for number, line in lines:
             try:
-                line = bytes(line) if isinstance(line, memoryview) else line
                 if (text := self._text_of(line)) is not None:
-                    self._add(read, text, (file, number))
+                    texts.append(_checked(text))
+                    places.append((file, number))
             except UnicodeDecodeError:
-                read.bad.append(Bad(file, number, "is not UTF-8"))
+                bad.append(Bad(file, number, "is not UTF-8"))
             except _NoText as error:
-                read.bad.append(Bad(file, number, str(error)))
-        return read._replace(lines=len(lines))
-
-    def _clean_text(self, line: str | bytes | memoryview) -> str | None:
-        """The text of a line that ``_text_of`` would say the same of, where that is quick to see.
-
-        orjson takes UTF-8 and the JSON of RFC 8259 alone, of which no string is half a pair.
-        """
-        if self._parse is None or len(line) > self.max_bytes or isinstance(line, str):
-            return None
-        try:
-            value = self._parse(line)
-            text = value[self.key]
-        except (ValueError, KeyError, TypeError):
-            return None
-        if not isinstance(text, str) or "\0" in text or not isinstance(value, dict):
-            return None
-        return text if _is_shallow(value) else None
+                bad.append(Bad(file, number, str(error)))
+        return Read(texts, places, bad, 0, b"")
 
     def _text_of(self, line: str | bytes) -> Any:
         """What a line has for a text; ``None`` if it is blank."""
@@ -179,9 +173,10 @@ class UnitReader:
 
     def _rows(self, unit: Rows) -> Read:
         file = unit.files[0]
-        read = Read([], [], [], unit.stop - unit.start, _hash_range(unit))
+        texts, places, bad = [], [], []
+        read = Read(texts, places, bad, unit.stop - unit.start, _hash_range(unit))
         if unit.fault:
-            read.bad.append(Bad(file, 0, unit.fault))
+            bad.append(Bad(file, 0, unit.fault))
             return read
         if not read.lines:
             return read
@@ -192,18 +187,19 @@ class UnitReader:
             self._open = None
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            read.bad.append(Bad(file, 1, "and the rows after it cannot be read"))
+            bad.append(Bad(file, 1, "and the rows after it cannot be read"))
             return read
         for number, value in enumerate(values, 1):
             try:
                 if value is None:
                     raise _NoText("has no string for a text")
                 self._check_length(len(value))
-                self._add(read, value.decode(), (file, number))
+                texts.append(_checked(value.decode()))
+                places.append((file, number))
             except UnicodeDecodeError:
-                read.bad.append(Bad(file, number, "is not UTF-8"))
+                bad.append(Bad(file, number, "is not UTF-8"))
             except _NoText as error:
-                read.bad.append(Bad(file, number, str(error)))
+                bad.append(Bad(file, number, str(error)))
         return read
 
     def _next_rows(self, unit: Rows, arrow: Any) -> list[bytes | None]:
@@ -228,48 +224,34 @@ class UnitReader:
         self._open = (unit.path, unit.group, at, batches) if at == unit.stop else None
         return values
 
-    def _add(self, read: Read, text: Any, place: tuple[int, int]) -> None:
-        if not isinstance(text, str):
-            raise _NoText("has no string for a text")
-        if "\0" in text:
-            raise _NoText("holds a NUL")
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise _NoText("holds half a surrogate pair") from None
-        read.texts.append(text)
-        read.places.append(place)
-
     def _check_length(self, nbytes: int) -> None:
         if nbytes > self.max_bytes:
             raise _NoText(f"is longer than {self.max_bytes} bytes")
 
 
-def _lines_of(data: bytes) -> list[bytes] | list[memoryview]:
-    """What stands between the ends of lines, without a copy where lines are long."""
-    if data.count(b"\n") * _LONG > len(data):
-        return data.split(b"\n")
-    view, start, lines = memoryview(data), 0, []
-    while (end := data.find(b"\n", start)) >= 0:
-        lines.append(view[start:end])
-        start = end + 1
-    return [*lines, view[start:]]
+def _checked(text: Any) -> str:
+    """What is in the place of a text, if it is one."""
+    if not isinstance(text, str):
+        raise _NoText("has no string for a text")
+    if "\0" in text:
+        raise _NoText("holds a NUL")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _NoText("holds half a surrogate pair") from None
+    return text
 
 
-def _is_shallow(value: dict[str, Any]) -> bool:
-    """Whether there are at most ``_DEEP`` levels, so that any parser takes it."""
-    level: list[Any] = [value]
-    for _ in range(_DEEP):
-        level = [
-            inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return True
-    return False
+def _lines_of(data: bytes) -> list[str] | list[bytes]:
+    """What stands between the ends of lines."""
+    try:
+        lines: list[Any] = data.decode().split("\n")
+    except UnicodeDecodeError:  # one of them; the others are as good as ever
+        lines = data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
 
 
 def _lines_between(unit: Lines, max_bytes: int) -> tuple[bytes, bytes]:

@@ -13,12 +13,13 @@ from megablocks_core.data.checks import prefix_of, whole_number
 from megablocks_core.data.publish import Staging
 from megablocks_core.data.tokenize.encoders import end_of_document, open_encoder
 from megablocks_core.data.tokenize.encoding import Encoded, Settings
-from megablocks_core.data.tokenize.fast_engine import AUTO, HF, choose_engine
+from megablocks_core.data.tokenize.fast_engine import AUTO, GIGATOKEN, HF, choose_engine
 from megablocks_core.data.tokenize.inputs import Input, find_inputs, refuse_changed
 from megablocks_core.data.tokenize.pool import OwnProcess, Pool, Workers
 from megablocks_core.data.tokenize.publication import conclude, is_published, publish
 from megablocks_core.data.tokenize.reading import BadText, UnitReader
 from megablocks_core.data.tokenize.staged import Counts, Staged
+from megablocks_core.data.tokenize.threads import Threads
 from megablocks_core.data.tokenize.units import Unit, plan
 from megablocks_core.files.progress import Progress
 
@@ -27,6 +28,7 @@ POLICIES = (STOP, SKIP, REPORT)
 UNIT_BYTES = 1 << 22
 MAX_BYTES = 1 << 25
 COMMIT_SECONDS = 2.0
+THREADS = 4  # workers up to which the fast engine's are threads
 _SAMPLE = 1 << 16  # characters of the input on which engines must agree
 
 
@@ -112,7 +114,8 @@ def tokenize(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = whole_number("workers", (cores or 1) if workers is None else workers, 0, 1024)
     files = find_inputs(inputs, suffixes)
-    pool = Pool(None, workers) if workers else None  # whose processes start meanwhile
+    may_thread = engine != HF and tokenizer.startswith("hf:") and workers <= THREADS
+    pool = Pool(None, workers) if workers and not may_thread else None  # it starts meanwhile
     try:
         plain = open_encoder(tokenizer)
         end = end_of_document(plain, append_eod)
@@ -133,7 +136,7 @@ def tokenize(
             if is_published(staged, prefix):
                 Staging(prefix, overwrite=True).discard()  # finishes what a kill cut short
             else:
-                _write_all(staged, files, settings, pool, on_bad)
+                _write_all(staged, files, settings, pool or workers, on_bad)
                 refuse_changed(files)
                 publish(staged, prefix, overwrite=overwrite)
             conclude(staged, prefix, command_line=command_line, list_bad=on_bad == REPORT)
@@ -171,20 +174,31 @@ def _open_staged(prefix: str, files: list[Input], settings: Settings, overwrite:
 
 
 def _write_all(
-    staged: Staged, files: list[Input], settings: Settings, pool: Pool | None, on_bad: str
+    staged: Staged, files: list[Input], settings: Settings, pool: Pool | int, on_bad: str
 ) -> None:
     """Encode and write all units that are not written yet."""
     rules = {"key": settings.key, "max_bytes": settings.max_bytes}
     units = plan(files, unit_bytes=UNIT_BYTES, done=staged.counts.units, **rules)
-    if pool is not None:
-        pool.begin(settings)
-    workers: Workers = pool or OwnProcess(settings)
+    workers = _open_workers(settings, pool)
     left = sum(file.size for file in files) - staged.counts.nbytes
     progress = Progress("tokenize", left)
     try:
         _write_units(staged, files, workers.encode(units), on_bad, progress)
     finally:
         progress.close()
+        workers.close()
+
+
+def _open_workers(settings: Settings, pool: Pool | int) -> Workers:
+    """The processes that were started, or so many workers of the kind that suits."""
+    if isinstance(pool, Pool):
+        pool.begin(settings)
+        return pool
+    if not pool:
+        return OwnProcess(settings)
+    if settings.engine == GIGATOKEN and pool <= THREADS:
+        return Threads(settings._replace(threads=True), pool)
+    return Pool(settings, pool)
 
 
 def _write_units(

@@ -13,6 +13,7 @@ from megablocks_core.data.tokenize.encoders import Ids, open_encoder
 from megablocks_core.data.tokenize.fast_engine import choose_engine, open_fast, refuse_difference
 
 from .conftest import END, some_texts
+from .test_flat_texts import flat
 
 
 def test_ids_are_equal_on_the_test_corpus_and_in_batches(bpe):
@@ -46,6 +47,20 @@ def test_ids_are_the_same_by_batches_and_one_by_one(bpe, monkeypatch, few):
             assert np.array_equal(one, other)
             assert one.dtype == other.dtype
     assert len(calls) == (0 if few else 4)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("few", [0, 1 << 30], ids=["batch", "each"])
+def test_ids_are_the_same_from_one_block_of_texts(bpe, monkeypatch, threads, few):
+    monkeypatch.setattr(fast_engine, "_FEW", few)
+    monkeypatch.setattr(fast_engine, "_LONG", 1 << 30)
+    fast = open_fast(f"hf:{bpe}", open_encoder(f"hf:{bpe}"), threads=threads)
+    many = [*fast_engine.TEST_CORPUS, f"x{END}y", "", END, "", *some_texts(200)]
+    for texts in (many, many[::-1], [""], ["", ""], ["a"], []):
+        for part in (flat(texts), flat(["before", *texts, "after"])[1:-1]):
+            for one, other in zip(fast.encode(texts), fast.encode(part), strict=True):
+                assert np.array_equal(one, other)
+                assert one.dtype == other.dtype
 
 
 class Differs:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -12,6 +11,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megablocks_core import _native
+from megablocks_core.data.tokenize import reading
+from megablocks_core.data.tokenize.flat_texts import FlatTexts
 from megablocks_core.data.tokenize.inputs import find_inputs
 from megablocks_core.data.tokenize.reading import Bad, UnitReader
 from megablocks_core.data.tokenize.units import Held, plan
@@ -95,68 +97,134 @@ def test_hostile_lines_at_any_cut(tmp_path, unit_bytes, ending, end, plain):
 
 
 PIECES = [
-    b'{"text": "a"}',
-    b'"',
-    b"\\ud800",
-    b"\\ud83d\\ude00",
-    b"\\u0000",
-    b"\0",
-    b"\xff",
-    b"\xed\xa0\x80",
+    *(b'{"text": "a"}', b'{"text": "', b'"}', b'{"text": "b", "text": ', b'{"\\u0074ext": "c", '),
+    *(b'"x": ', b"{", b"}", b"[", b"]", b",", b": ", b"null", b"true", b'"', b"z", b"\n", b"\r"),
+    *(b"\\n", b"\\\\", b'\\"', b"\\/", b"\\x", b"\\u00e9", b"\\u12", b"\\u0000", b"\0", b"\t"),
+    *(b"\\ud800", b"\\ud83d\\ude00", b"\\uDBFF\\uDFFF", b"\\ude00", b"\\ud83d\\u0041", b"\x1f"),
+    *(b"\xff", b"\xc3\xa9", b"\xc0\x80", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\xf0\x9f\x98\x80"),
+    *(b"\xf0\x80\x80\x80", b"\xf4\x90\x80\x80", b"\xe4\xb8", b"\xc2\xa0", b"\xef\xbb\xbf", b"\x7f"),
+    *(b"NaN", b"-Infinity", b"1e999", b"-0", b"01", b"1.", b".5", b"1E+5", b"2e", b"9" * 400),
+    *(b"9" * 5000, b"\x0b", b"plain letters, more than a register holds"),
 ]
-PIECES += [
-    b"NaN",
-    b"1e999",
-    b"-0",
-    b"01",
-    b"9" * 400,
-    b"\xc2\xa0",
-    b"\x0b",
-    b"\t",
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-]
-PIECES += [
-    b'{"text": "',
-    b'"}',
-    b'{"text": "b", "text": ',
-    b": ",
-    b"null",
-    b"\xef\xbb\xbf",
-    b"\n",
-    b"\r",
-    b"z",
-]
+
+
+def both_ways(data, key="text", max_bytes=1000):
+    """What is read of lines by the extension, and by the plain twin."""
+    unit = Held((0,), "x", True, data, b"", "", len(data))
+    reads = [UnitReader(key, max_bytes, plain=plain).read(unit) for plain in (False, True)]
+    return [one._replace(texts=list(one.texts), places=list(one.places)) for one in reads]
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=3), max_size=9).map(b"".join))
-@settings(max_examples=500)
+@settings(max_examples=1500)
 def test_the_fast_parser_never_has_a_say_of_its_own(data):
     """All that it takes, the plain one takes too, with the same text; of the rest it is silent."""
-    seen = []
-    for plain in (False, True):
-        reader = UnitReader("text", 1000, plain=plain)
-        seen.append(reader.read(Held((0,), "x", True, data, b"", "", len(data))))
-    assert seen[0] == seen[1]
+    fast, plain = both_ways(data)
+    assert fast == plain
 
 
-@pytest.mark.parametrize("depth", [1, 63, 64, 65, 500, 1025, 5000])
-def test_nesting_is_judged_by_the_plain_parser(depth):
-    deep = b'{"text": "a", "x": ' + b"[" * depth + b"]" * depth + b"}"
-    fast, plain = (UnitReader("text", 100_000, plain=one) for one in (False, True))
-    assert (fast._clean_text(deep) is None) == (depth > 63)
-    unit = Held((0,), "x", True, deep, b"", "", len(deep))
-    assert fast.read(unit) == plain.read(unit)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+OBJECTS = st.dictionaries(st.sampled_from(["text", "a", "tex", "texts", "é"]), VALUES, max_size=4)
 
 
-def test_orjson_is_used_where_it_is_installed(monkeypatch):
-    assert UnitReader("text", 9)._parse is not None
-    assert UnitReader("text", 9, plain=True)._parse is None
-    monkeypatch.setitem(sys.modules, "orjson", None)
-    assert UnitReader("text", 9)._parse is None
+@st.composite
+def dumped_lines(draw):
+    """Objects with a text, most of them, written in several ways; a byte may be another."""
+    rows = draw(st.lists(st.builds(dict, OBJECTS, text=st.text() | VALUES), max_size=5))
+    spaces = draw(st.sampled_from([(",", ":"), (", ", ": "), (" ,\t", "  :\r")]))
+    plainly = draw(st.booleans())
+    lines = [json.dumps(row, ensure_ascii=plainly, separators=spaces) for row in rows]
+    ends = [draw(st.sampled_from(["\n", "\r\n", "\n\n", "\n \n"])) for _ in lines]
+    data = "".join(line + end for line, end in zip(lines, ends, strict=True)).encode()
+    if data and draw(st.booleans()):
+        at = draw(st.integers(0, len(data) - 1))
+        data = data[:at] + draw(st.binary(max_size=1)) + data[at + 1 :]
+    return data
+
+
+@given(dumped_lines())
+@settings(max_examples=300)
+def test_the_fast_parser_and_its_twin_read_the_same_of_dumped_objects(data):
+    fast, plain = both_ways(data, max_bytes=200)
+    assert fast == plain
+
+
+def left_over(data, key=b"text", max_bytes=10**6):
+    """Number, begin and end of each line that the extension leaves to the plain twin."""
+    return _native.texts_of_lines(data, key=key, max_bytes=max_bytes)[3].reshape(-1, 3).tolist()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"text": "letters, several registers of them: \\"quoted\\" \\\\ \\/ \\n\\t\\r\\b\\f"}',
+        b'\t{ "id" : -1.5e+3 , "text" :"a\xc3\xa9\xe4\xb8\xad\xf0\x9f\x98\x80 \\u4e2d" } \r',
+        b'{"x": [1, [], {}, {"text": null, "y": [true, false]}], "text": "\\ud83d\\ude00"}',
+        b'{"text": "first", "text": "last", "n": 0}',
+        b'{"text": ""}',
+        b"  \r",
+        b"",
+    ],
+)
+def test_plain_lines_are_taken_by_the_extension(line):
+    data = b'{"text": "before"}\n' + line + b'\n{"text": "after"}'
+    assert left_over(data) == []
+    fast, plain = both_ways(data)
+    assert fast == plain
+    assert len(fast.texts) == (3 if line.strip() else 2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"t\\u0065xt": "a"}',
+        b'{"text": "half \\ud800"}',
+        b'{"text": "a\\u0000"}',
+        b'{"text": 3, "text": "a"}',
+        b'{"text": "a", "x": NaN}',
+        b'{"text": "a", "x": ' + b"9" * 401 + b"}",
+        b'{"text": "a"} x',
+        b" " * 2000,
+    ],
+)
+def test_a_line_that_needs_care_is_left_to_the_twin_in_its_place(line):
+    data = b'{"text": "before"}\n' + line + b'\n\n{"text": "after"}\n'
+    assert left_over(data, max_bytes=1000) == [[2, 19, 19 + len(line)]]
+    fast, plain = both_ways(data)
+    assert fast == plain
+    assert (fast.texts[0], fast.texts[-1], fast.lines) == ("before", "after", 4)
+
+
+@pytest.mark.parametrize("depth", [1, 62, 63, 64, 65, 500, 1025, 5000])
+@pytest.mark.parametrize("ends", [b"[]", b"{}"])
+def test_deep_nesting_is_judged_by_the_plain_parser(depth, ends):
+    opening, closing = (b"[", b"]") if ends == b"[]" else (b'{"a":', b"}")
+    deep = b'{"text": "a", "x": ' + opening * depth + b"1" + closing * depth + b"}"
+    assert bool(left_over(deep)) == (depth > 63)
+    fast, plain = both_ways(deep, max_bytes=100_000)
+    assert fast == plain
+
+
+@pytest.mark.parametrize("key", ["", "é", 'a"b', "a\\b", "a\nb", "\0", "\ud800"])
+def test_any_key(key):
+    escaped = json.dumps({key: "a"}).encode()
+    raw = b'{"' + key.encode("utf-8", "surrogatepass") + b'": "b", "n": 1}'
+    fast, plain = both_ways(escaped + b"\n" + raw, key=key)
+    assert fast == plain
+    assert fast.texts[0] == "a"
+
+
+def test_the_extension_is_used_where_it_is_built(monkeypatch):
+    data = b'{"text": "a"}'
+    unit = Held((0,), "x", True, data, b"", "", len(data))
+    assert isinstance(UnitReader("text", 99).read(unit).texts, FlatTexts)
+    assert isinstance(UnitReader("text", 99, plain=True).read(unit).texts, list)
+    monkeypatch.setattr(reading, "_native", None)
+    assert isinstance(UnitReader("text", 99).read(unit).texts, list)
 
 
 def test_one_line_that_is_not_utf8_spoils_no_other(tmp_path):

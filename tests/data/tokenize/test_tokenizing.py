@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -70,6 +71,51 @@ def test_f_150_bytes_are_the_same_for_any_workers_and_units(tmp_path, corpus, mo
         seen.append(contents(tmp_path / name))
     assert seen[1:] == seen[:-1]
     assert len(seen[0][0]) > 10_000
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_bytes_are_the_same_for_threads_processes_and_engines(
+    tmp_path, corpus, bpe, small_units, monkeypatch, append_eod
+):
+    folder, _ = corpus
+    given = {"tokenizer": f"hf:{bpe}", "append_eod": append_eod}
+    made, real = [], tokenizing._open_workers
+
+    def noted(settings, pool):
+        made.append(real(settings, pool))
+        return made[-1]
+
+    monkeypatch.setattr(tokenizing, "_open_workers", noted)
+    tokenize([folder], tmp_path / "hf", engine="hf", workers=2, **given)
+    for workers in (0, 1, 4, 5):
+        report = tokenize([folder], tmp_path / f"x{workers}", workers=workers, **given)
+        assert report.engine == "gigatoken"
+        assert contents(tmp_path / f"x{workers}") == contents(tmp_path / "hf")
+    names = [type(one).__name__ for one in made]
+    assert names == ["Pool", "OwnProcess", "Threads", "Threads", "Pool"]
+
+
+def test_without_the_fast_engine_workers_are_processes(tmp_path, corpus, bpe, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    monkeypatch.setattr(tokenizing, "Threads", None)
+    given = {"tokenizer": f"hf:{bpe}", "workers": 2}
+    assert tokenize([corpus[0]], tmp_path / "x", **given).engine == "hf"
+    assert len(documents(tmp_path / "x")) > 100
+
+
+def test_threads_end_at_a_bad_line_and_the_next_call_goes_on(tmp_path, hostile, small_units, bpe):
+    folder, places = hostile
+    before = threading.active_count()
+    given = {"tokenizer": f"hf:{bpe}", "engine": "gigatoken"}
+    tokenize([folder], tmp_path / "whole", workers=0, on_bad="skip", **given)
+    with pytest.raises(BadText, match=r"a\.jsonl: line 31 is not JSON"):
+        tokenize([folder], tmp_path / "x", workers=2, **given)
+    assert threading.active_count() == before
+    report = tokenize([folder], tmp_path / "x", workers=2, on_bad="report", **given)
+    assert report.resumed > 0
+    assert sum(report.bad.values()) == len(places)
+    assert contents(tmp_path / "x") == contents(tmp_path / "whole")
+    assert threading.active_count() == before
 
 
 def test_f_145_an_empty_first_text_gives_no_document_and_is_counted(tmp_path):
@@ -310,8 +356,8 @@ COMMAND = """
 import sys
 from megablocks_core.data.tokenize import tokenizing
 tokenizing.UNIT_BYTES, tokenizing.COMMIT_SECONDS = 2000, 0.0
-folder, prefix, workers = sys.argv[1:]
-given = {"tokenizer": "bytes", "workers": int(workers), "append_eod": True}
+folder, prefix, tokenizer, workers = sys.argv[1:]
+given = {"tokenizer": tokenizer, "workers": int(workers), "append_eod": True}
 report = tokenizing.tokenize([folder], prefix, **given)
 print(report.resumed)
 """
@@ -322,7 +368,8 @@ def random_kills(tmp_path, folder, seconds, seed):
     draw, kills = random.Random(seed), 0
     while True:
         workers = str(draw.choice([0, 1, 2]))
-        command = [sys.executable, "-c", COMMAND, str(folder), str(tmp_path / "x"), workers]
+        command = [sys.executable, "-c", COMMAND, str(folder), str(tmp_path / "x"), "bytes"]
+        command.append(workers)
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
         try:
@@ -355,7 +402,8 @@ def test_sigkill_at_random_moments(tmp_path, seed):
     tokenize([folder], tmp_path / "whole", tokenizer="bytes", workers=0, append_eod=True)
     began = time.monotonic()
     subprocess.run(
-        [sys.executable, "-c", COMMAND, str(folder), str(tmp_path / "timed"), "1"], check=True
+        [sys.executable, "-c", COMMAND, str(folder), str(tmp_path / "timed"), "bytes", "1"],
+        check=True,
     )
     seconds = time.monotonic() - began
     kills, resumed = random_kills(tmp_path, folder, (0.3 * seconds, 0.9 * seconds), seed)
@@ -363,10 +411,12 @@ def test_sigkill_at_random_moments(tmp_path, seed):
     assert kills == 0 or resumed is None or resumed > 0
 
 
-def test_one_sigkill_while_workers_work(tmp_path):
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_one_sigkill_while_workers_work(tmp_path, bpe, kind):
     folder = large(tmp_path, 6000)
-    tokenize([folder], tmp_path / "whole", tokenizer="bytes", workers=0, append_eod=True)
-    command = [sys.executable, "-c", COMMAND, str(folder), str(tmp_path / "x"), "2"]
+    tokenizer = "bytes" if kind == "processes" else f"hf:{bpe}"
+    tokenize([folder], tmp_path / "whole", tokenizer=tokenizer, workers=0, append_eod=True)
+    command = [sys.executable, "-c", COMMAND, str(folder), str(tmp_path / "x"), tokenizer, "2"]
     process = subprocess.Popen(command)
     journal = tmp_path / "x.tokenizing" / "journal"
     while not (journal.exists() and journal.stat().st_size > 2000):
