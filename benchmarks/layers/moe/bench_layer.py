@@ -1,7 +1,8 @@
 """A whole mixture against transformers' Mixtral block, in its grouped and its eager form.
 
 A step is a forward and a backward pass: router, dispatch on one rank, experts and the sum. With
-routing redrawn, tokens are other ones in each step, so that experts get other counts.
+routing redrawn, tokens are other ones in each step, so that experts get other counts. Gradients are
+cleared by ``zero_grad()``; ours keep their memory.
 """
 
 from itertools import cycle
@@ -67,7 +68,7 @@ def _ours(theirs: MixtralSparseMoeBlock, dtype: torch.dtype) -> MoE:
     layer = MoE(
         router=TopKRouter(_HIDDEN, num_experts=num_experts, top_k=_TOP_K, dtype=dtype),
         dispatcher=LocalDispatcher(),
-        experts=GroupedExperts(num_experts, _HIDDEN, _FFN, dtype=dtype),
+        experts=GroupedExperts(num_experts, _HIDDEN, _FFN, dtype=dtype, persistent_gradients=True),
     )
     gate, up = both["experts.gate_up_proj"].chunk(2, dim=1)
     weights = {

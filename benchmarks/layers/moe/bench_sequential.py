@@ -1,6 +1,7 @@
 """A whole mixture against Megatron-LM's, whose experts go one after the other.
 
 Run it with the Python that ``tools/oracles.sh megatron`` prints: it has both. Routing is fixed.
+Gradients are cleared by ``zero_grad()``; ours keep their memory.
 """
 
 import tempfile
@@ -70,7 +71,7 @@ def _ours(theirs: Any, num_experts: int, dtype: torch.dtype) -> MoE:
     layer = MoE(
         router=TopKRouter(_HIDDEN, num_experts=num_experts, top_k=_TOP_K, dtype=dtype),
         dispatcher=LocalDispatcher(),
-        experts=GroupedExperts(num_experts, _HIDDEN, _FFN, dtype=dtype),
+        experts=GroupedExperts(num_experts, _HIDDEN, _FFN, dtype=dtype, persistent_gradients=True),
     )
     experts = theirs.experts.local_experts
     both = [expert.linear_fc1.weight.detach().chunk(2) for expert in experts]

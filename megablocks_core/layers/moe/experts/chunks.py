@@ -180,14 +180,7 @@ class Sums:
 
     def __init__(self, projections: Projections, wanted: Wanted) -> None:
         self._into = wanted.into
-        self.left: list[Tensor | None] = [
-            fresh(parameter, *parameter.shape)
-            if is_wanted and parameter is not None and into is None
-            else None
-            for is_wanted, parameter, into in zip(
-                wanted.projections, projections, wanted.into, strict=True
-            )
-        ]
+        self.left = wanted.to_return(projections)
 
     def add(self, which: int, expert: int, dy_pO: Tensor, x_pI: Tensor) -> None:
         """``dy^T x`` of one expert."""

@@ -25,6 +25,7 @@ from megablocks_core.layers.moe.experts.adapted import Adapters, Factors, adapte
 from megablocks_core.layers.moe.experts.amaxes import input_amaxes
 from megablocks_core.layers.moe.experts.block_sparse import block_sparse
 from megablocks_core.layers.moe.experts.forms import capacity, grouped, require_capacity
+from megablocks_core.layers.moe.experts.kept_memory import KeptMemory
 from megablocks_core.layers.moe.experts.loop import loop
 from megablocks_core.layers.moe.experts.projections import Formula, Projections, Weigh
 from megablocks_core.parallel.initial import key_for, uniform_
@@ -56,10 +57,10 @@ class GroupedExperts(nn.Module):
             takes what a dispatcher with a capacity gives; "loop" and "block_sparse" are plain
             twins.
         persistent_gradients: Backward of "grouped" and "capacity" adds to the ``.grad`` of a
-            parameter itself, where it is a leaf without hooks, and makes it once: with
-            ``zero_grad(set_to_none=False)`` no large memory is fresh. ``torch.autograd.grad``
-            does not see these gradients, nor do wrappers that wait for them. With adapters it
-            is without effect.
+            parameter itself where there is one and it is a leaf without hooks;
+            ``torch.autograd.grad`` does not see this, nor do wrappers that wait for gradients.
+            Memory of gradients that are gone is kept for the next ones, so that none is fresh
+            on a CPU. With adapters it is without effect.
         ep: The ranks that share the experts.
         etp: The ranks that share the features of each expert.
         device: Of the parameters.
@@ -102,7 +103,7 @@ class GroupedExperts(nn.Module):
         self.features = split_evenly(ffn_size, group=etp, name="ffn_size")
         self.activation, self.form = activation, form
         self.weigh: Weigh = weigh
-        self.persistent_gradients = persistent_gradients
+        self._kept = KeptMemory() if persistent_gradients else None
         self.ep, self.etp = ep, etp
         self.stack_adapters: dict[str, Adapter] = {}
         self._add_parameters(bias, device, dtype)
@@ -169,9 +170,9 @@ class GroupedExperts(nn.Module):
             if self.form == "capacity":
                 require_capacity(dispatched)
             return adapted(dispatched, projections, adapters, self.formula)
-        persistent = self.persistent_gradients and not torch.compiler.is_compiling()
+        kept = None if torch.compiler.is_compiling() else self._kept
         compute = capacity if self.form == "capacity" else grouped
-        return compute(dispatched, projections, self.formula, persistent=persistent)
+        return compute(dispatched, projections, self.formula, kept=kept)
 
     @torch.no_grad()
     def input_amaxes(self, dispatched: Dispatched) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from megablocks_core.layers.moe.dispatch import Dispatched
 from megablocks_core.layers.moe.experts.chunks import Chunks
 from megablocks_core.layers.moe.experts.function import run
+from megablocks_core.layers.moe.experts.kept_memory import KeptMemory
 from megablocks_core.layers.moe.experts.places import host_counts
 from megablocks_core.layers.moe.experts.projections import Formula, Projections
 from megablocks_core.layers.moe.experts.tiles import Tiles, tiles_fit
@@ -16,7 +17,11 @@ from megablocks_core.layers.moe.experts.whole import Whole
 
 
 def capacity(
-    dispatched: Dispatched, projections: Projections, formula: Formula, *, persistent: bool = False
+    dispatched: Dispatched,
+    projections: Projections,
+    formula: Formula,
+    *,
+    kept: KeptMemory | None = None,
 ) -> Tensor:
     """Weighted results [N H] by batched products over the capacity. Reads nothing on the host.
 
@@ -24,7 +29,7 @@ def capacity(
         ValueError: The tokens were dispatched without a capacity.
     """
     require_capacity(dispatched)
-    return run(Whole(), dispatched, projections, formula, persistent=persistent)
+    return run(Whole(), dispatched, projections, formula, kept=kept)
 
 
 def require_capacity(dispatched: Dispatched) -> None:
@@ -34,7 +39,11 @@ def require_capacity(dispatched: Dispatched) -> None:
 
 
 def grouped(
-    dispatched: Dispatched, projections: Projections, formula: Formula, *, persistent: bool = False
+    dispatched: Dispatched,
+    projections: Projections,
+    formula: Formula,
+    *,
+    kept: KeptMemory | None = None,
 ) -> Tensor:
     """Weighted results [N H], by products of as many rows as each expert has.
 
@@ -43,10 +52,10 @@ def grouped(
     host.
     """
     if dispatched.capacity is not None:
-        return capacity(dispatched, projections, formula, persistent=persistent)
+        return capacity(dispatched, projections, formula, kept=kept)
     if torch.compiler.is_compiling() or dispatched.x.is_cuda:
         ends = dispatched.tokens_per_expert.cumsum(0).to(torch.int32)
-        return run(Whole(), dispatched, projections, formula, bounds=ends, persistent=persistent)
+        return run(Whole(), dispatched, projections, formula, bounds=ends, kept=kept)
     by_tiles = tiles_fit(dispatched.x, dispatched.weights, projections, formula)
     computation = (Tiles if by_tiles else Chunks)(host_counts(dispatched))
-    return run(computation, dispatched, projections, formula, persistent=persistent)
+    return run(computation, dispatched, projections, formula, kept=kept)

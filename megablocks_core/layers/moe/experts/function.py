@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megablocks_core.layers.moe.dispatch import Dispatched
+from megablocks_core.layers.moe.experts.fresh import fresh
 from megablocks_core.layers.moe.experts.inverse import Inverse, inverse_of, sum_inverse
+from megablocks_core.layers.moe.experts.kept_memory import KeptMemory
 from megablocks_core.layers.moe.experts.projections import Formula, Projections
 
 
@@ -92,11 +94,26 @@ class Wanted(NamedTuple):
         x: That of the tokens.
         projections: Those of the projections.
         into: The gradient that each of these is added to, in place, instead of being returned.
+        kept: Where the memory of those returned comes from, if it is kept.
     """
 
     x: bool
     projections: list[bool]
     into: list[Tensor | None]
+    kept: KeptMemory | None = None
+
+    def to_return(self, projections: Projections) -> list[Tensor | None]:
+        """Uninitialised gradients of the projections, those that are to be returned."""
+        return [
+            None
+            if parameter is None or not is_wanted or into is not None
+            else fresh(parameter, *parameter.shape)
+            if self.kept is None
+            else self.kept.tensor(index, parameter)
+            for index, (parameter, is_wanted, into) in enumerate(
+                zip(projections, self.projections, self.into, strict=True)
+            )
+        ]
 
 
 def run(
@@ -106,7 +123,7 @@ def run(
     formula: Formula,
     *,
     bounds: Tensor | None = None,
-    persistent: bool = False,
+    kept: KeptMemory | None = None,
 ) -> Tensor:
     """Weighted results of the experts [N H].
 
@@ -116,11 +133,12 @@ def run(
         projections: The parameters.
         formula: What experts compute.
         bounds: Integers of the device that the computation wants.
-        persistent: Backward adds gradients of parameters to ``.grad`` itself.
+        kept: Memory of gradients of parameters; with it, backward adds them to ``.grad`` itself
+            where there is one.
     """
     inverse = inverse_of(dispatched)
     inputs = Inputs(dispatched.x, dispatched.rows, dispatched.weights, bounds, formula)
-    return _Experts.apply(computation, persistent, inverse, formula, *inputs[:4], *projections)
+    return _Experts.apply(computation, kept, inverse, formula, *inputs[:4], *projections)
 
 
 class _Experts(torch.autograd.Function):
@@ -128,7 +146,7 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any,
         computation: Computation,
-        persistent: bool,
+        kept: KeptMemory | None,
         inverse: Inverse,
         formula: Formula,
         x: Tensor,
@@ -140,7 +158,7 @@ class _Experts(torch.autograd.Function):
         projections = Projections(*held)  # pyright: ignore[reportArgumentType]
         inputs = Inputs(x, rows, weights, bounds, formula)
         outputs = computation.forward(inputs, projections)
-        ctx.computation, ctx.persistent, ctx.formula = computation, persistent, formula
+        ctx.computation, ctx.kept, ctx.formula = computation, kept, formula
         ctx.save_for_backward(
             x, rows, weights, bounds, *inverse, outputs.gate, outputs.up, *projections
         )
@@ -153,7 +171,7 @@ class _Experts(torch.autograd.Function):
         projections = Projections(*held)
         wants_x, wants_projections = ctx.needs_input_grad[4], list(ctx.needs_input_grad[8:])
         into = [
-            gradient_of(parameter) if ctx.persistent and is_wanted else None
+            gradient_of(parameter) if ctx.kept is not None and is_wanted else None
             for parameter, is_wanted in zip(projections, wants_projections, strict=True)
         ]
         gradients = ctx.computation.backward(
@@ -161,7 +179,7 @@ class _Experts(torch.autograd.Function):
             Inputs(x, rows, weights, bounds, ctx.formula),
             Outputs(dy_NH, gate, up),
             projections,
-            Wanted(wants_x, wants_projections, into),
+            Wanted(wants_x, wants_projections, into, ctx.kept),
         )
         dx = None if gradients.x is None else sum_inverse(gradients.x, Inverse(places, lengths))
         own = (None,) * 4
@@ -169,17 +187,16 @@ class _Experts(torch.autograd.Function):
 
 
 def gradient_of(parameter: Tensor | None) -> Tensor | None:
-    """The gradient that backward may add to by itself, made of zeros if there is none yet.
+    """The gradient that backward may add to by itself.
 
-    ``None`` if the tensor is no leaf, if hooks wait for its gradient, or it is of another kind.
+    ``None`` if there is none yet, if the tensor is no leaf, if hooks wait for its gradient, or it
+    is of another kind.
     """
-    if parameter is None:
+    if parameter is None or parameter.grad is None:
         return None
     hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     if not parameter.is_leaf or hooks or torch.is_grad_enabled():
         return None
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
     grad = parameter.grad
     fits = grad.layout == torch.strided and grad.dtype == parameter.dtype and grad.is_contiguous()
     return grad if fits else None

@@ -92,12 +92,7 @@ class Tiles:
         assert _native is not None and outputs.gate is not None
         dx_NH = fresh(dy_NH, *dy_NH.shape) if wanted.x else None
         dweights_N = torch.zeros_like(inputs.weights)
-        left = [
-            fresh(stack, *stack.shape) if is_wanted and into is None and stack is not None else None
-            for stack, is_wanted, into in zip(
-                projections, wanted.projections, wanted.into, strict=True
-            )
-        ]
+        left = wanted.to_return(projections)
         gate, up, down = (
             _optional(own if into is None else into)
             for own, into in zip(left[:3], wanted.into[:3], strict=True)

@@ -1,0 +1,112 @@
+"""Memory of gradients is used again, and never while anybody has it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from megablocks_core.layers.moe.dispatch import LocalDispatcher
+from megablocks_core.layers.moe.experts.kept_memory import KeptMemory
+from tests.layers.moe.experts.cases import HIDDEN, built, everything, routing
+
+ROUTED = routing([[0, 2], [1, 0], [3, 1], [0, 1]], dtype=torch.float32)
+
+
+def _x():
+    return torch.randn(4, HIDDEN)
+
+
+def _experts(**options):
+    return built(dtype=torch.float32, bias=True, **options)
+
+
+def _addresses(experts):
+    return [parameter.grad.data_ptr() for parameter in experts.parameters()]
+
+
+def test_memory_that_nobody_has_is_handed_out_again():
+    memory, like = KeptMemory(), torch.zeros(3, 4, 5)
+    first = memory.tensor(0, like)
+    assert first.shape == like.shape and first.is_contiguous() and not first.requires_grad
+    address = first.data_ptr()
+    assert memory.tensor(1, like).data_ptr() != address
+    del first
+    assert memory.tensor(0, like).data_ptr() == address
+    assert memory.tensor(0, like.transpose(0, 2)).shape == (5, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    (
+        lambda tensor: tensor,
+        lambda tensor: tensor[1:2, 0],
+        lambda tensor: tensor.detach(),
+        lambda tensor: tensor.numpy(),
+    ),
+)
+def test_memory_that_somebody_has_is_left_alone(hold):
+    memory, like = KeptMemory(), torch.zeros(3, 4)
+    held = hold(memory.tensor(0, like).fill_(7))
+    other = memory.tensor(0, like).fill_(1)
+    assert _address(held) != other.data_ptr()
+
+
+def _address(held):
+    is_array = hasattr(held, "ctypes")
+    return held.ctypes.data if is_array else held.untyped_storage().data_ptr()
+
+
+def test_memory_of_another_size_is_not_taken():
+    memory = KeptMemory()
+    memory.tensor(0, torch.zeros(8))
+    assert memory.tensor(0, torch.zeros(9)).shape == (9,)
+    assert memory.tensor(0, torch.zeros(9, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_copies_are_empty():
+    memory, like = KeptMemory(), torch.zeros(1000)
+    address = memory.tensor(0, like).data_ptr()
+    for other in (copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
+        assert other.tensor(0, like).data_ptr() != address
+    assert len(pickle.dumps(memory)) < 200
+
+
+def test_gradients_lie_where_the_last_ones_did():
+    experts, x = _experts(persistent_gradients=True), _x()
+    theirs = everything(_experts(), x, ROUTED)
+    everything(experts, x, ROUTED)
+    addresses = _addresses(experts)
+    for _ in range(2):
+        mine = everything(experts, x, ROUTED)  # after zero_grad()
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+        del mine
+        assert _addresses(experts) == addresses
+
+
+def test_a_gradient_that_is_held_stays_what_it_was():
+    experts = _experts(persistent_gradients=True)
+    first = everything(experts, _x(), ROUTED)
+    before = {name: value.clone() for name, value in first.items()}
+    everything(experts, _x(), ROUTED)
+    assert all(torch.equal(value, before[name]) for name, value in first.items())
+    assert not torch.equal(experts.up_proj.grad, first["up_proj"])
+
+
+def test_experts_that_are_used_twice_in_a_step():
+    def twice(experts, x):
+        experts.zero_grad()
+        one, two = (_results(experts, half) for half in (x, 2 * x))
+        (one + two).square().sum().backward()
+        return [parameter.grad.clone() for parameter in experts.parameters()]
+
+    x = _x()
+    mine, theirs = twice(_experts(persistent_gradients=True), x), twice(_experts(), x)
+    for one, two in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def _results(experts, x):
+    dispatcher = LocalDispatcher()
+    dispatched, handle = dispatcher.dispatch(x, ROUTED)
+    return dispatcher.combine(experts(dispatched), handle)
