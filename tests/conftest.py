@@ -6,10 +6,8 @@ import socket
 
 import hypothesis
 import pytest
-import torch
 
-from megablocks_core.testing.memory import fill_empty_with_nan
-from megablocks_core.testing.worker import forget_compiled
+from megablocks_core.testing.worker import forget_compiled, prepare
 from tests.forks import ForkServer
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
@@ -25,8 +23,7 @@ def pytest_configure(config):
     # What a shell starts in the background ignores interrupts, and so does what that starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
-    fill_empty_with_nan()
+    prepare()
     hypothesis.settings.load_profile("suite")
 
 

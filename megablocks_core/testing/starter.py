@@ -13,7 +13,7 @@ import sys
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 
-from megablocks_core.testing.worker import prepare_torch, serve
+from megablocks_core.testing.worker import prepare, serve
 
 # What shows the values of an assert; and what torch loads for DTensor, and when it first compiles.
 LOADED = (
@@ -89,7 +89,7 @@ class Forked:
 
 def fork_when_asked(fd: int) -> None:
     """Serve a ``Starter`` over socket ``fd`` until it is gone."""
-    prepare_torch()
+    prepare()
     for name in LOADED:
         importlib.import_module(name)
     gc.collect()

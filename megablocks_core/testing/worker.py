@@ -66,7 +66,7 @@ def serve(fd: int, rank: int, stacks: str) -> None:
     stacks_file = Path(stacks).open("w")  # noqa: SIM115 (open for the life of the process)
     faulthandler.enable(stacks_file)
     faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
-    prepare_torch()
+    prepare()
     gc.freeze()  # else whatever collects garbage looks through all of torch
 
     parent = Connection(fd)
@@ -162,12 +162,13 @@ def _fault(name: str | None) -> AbstractContextManager[None]:
     return mutation(name)
 
 
-def prepare_torch() -> None:
-    """One thread, and new memory full of NaN."""
+def prepare() -> None:
+    """One thread, new memory full of NaN, and few searches for garbage: each takes tenths."""
     import torch
 
     from megablocks_core.testing.memory import fill_empty_with_nan
 
+    gc.set_threshold(20_000, 20, 50)
     torch.set_num_threads(1)
     fill_empty_with_nan()
 
