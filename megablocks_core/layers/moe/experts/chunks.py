@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megablocks_core.layers.moe.experts import passes
-from megablocks_core.layers.moe.experts.fresh import fresh
 from megablocks_core.layers.moe.experts.function import Gradients, Inputs, Outputs, Wanted
 from megablocks_core.layers.moe.experts.host_products import add_multiplied, multiply, row_step
+from megablocks_core.layers.moe.experts.memory import FRESH, Memory
 from megablocks_core.layers.moe.experts.passes import HiddenGradients
 from megablocks_core.layers.moe.experts.passes_into import hidden_backward_into, hidden_into
 from megablocks_core.layers.moe.experts.projections import Projections
@@ -53,18 +53,22 @@ class Chunks:
 
     Args:
         counts: How many places each expert fills, one after the other.
+        memory: Of results, gradients and what backward reads.
     """
 
-    def __init__(self, counts: Sequence[int]) -> None:
-        self._counts = counts
+    def __init__(self, counts: Sequence[int], *, memory: Memory = FRESH) -> None:
+        self._counts, self._memory = counts, memory
 
     def forward(self, inputs: Inputs, projections: Projections) -> Outputs:
         """Results, and the outputs of the first projections."""
         spans, formula = self._spans(inputs.x.dtype), inputs.formula
         rows, x = max(_rows(spans), inputs.rows.shape[0]), inputs.x
         features, hidden_size = projections.up.shape[1:]
-        gate_Ni = None if projections.gate is None else fresh(x, rows, features)
-        up_Ni, y_NH = fresh(x, rows, features), fresh(x, rows, hidden_size)
+        gate_Ni = None
+        if projections.gate is not None:
+            gate_Ni = self._memory.tensor("gate", x, rows, features)
+        up_Ni = self._memory.tensor("up", x, rows, features)
+        y_NH = self._memory.tensor("y", x, rows, hidden_size)
         x_pH, hidden_pi = _scratch(spans, x, hidden_size), _scratch(spans, x, features)
         for span, expert in zip(spans, projections.unstacked(), strict=True):
             if span.count == 0:
@@ -98,10 +102,11 @@ class Chunks:
         """Gradients of tokens, weights and parameters."""
         spans, x, weigh = self._spans(inputs.x.dtype), inputs.x, inputs.formula.weigh
         features, hidden_size = projections.up.shape[1:]
-        sums = Sums(projections, wanted)
+        sums = Sums(projections, wanted, self._memory)
         dx_NH = None
         if wanted.x or weigh == "input":
-            dx_NH = fresh(x, max(_rows(spans), dy_NH.shape[0]), hidden_size)
+            rows = max(_rows(spans), dy_NH.shape[0])
+            dx_NH = self._memory.tensor("dx", x, rows, hidden_size)
         dweights_N = torch.zeros_like(inputs.weights)
         scratch = _Scratch(
             *(_scratch(spans, x, hidden_size) for _ in range(2)),
@@ -178,9 +183,9 @@ class Sums:
         left: Those to return: fresh ones, that is, not those added to what was there.
     """
 
-    def __init__(self, projections: Projections, wanted: Wanted) -> None:
+    def __init__(self, projections: Projections, wanted: Wanted, memory: Memory) -> None:
         self._into = wanted.into
-        self.left = wanted.to_return(projections)
+        self.left = wanted.to_return(projections, memory)
 
     def add(self, which: int, expert: int, dy_pO: Tensor, x_pI: Tensor) -> None:
         """``dy^T x`` of one expert."""

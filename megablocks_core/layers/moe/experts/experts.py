@@ -25,8 +25,8 @@ from megablocks_core.layers.moe.experts.adapted import Adapters, Factors, adapte
 from megablocks_core.layers.moe.experts.amaxes import input_amaxes
 from megablocks_core.layers.moe.experts.block_sparse import block_sparse
 from megablocks_core.layers.moe.experts.forms import capacity, grouped, require_capacity
-from megablocks_core.layers.moe.experts.kept_memory import KeptMemory
 from megablocks_core.layers.moe.experts.loop import loop
+from megablocks_core.layers.moe.experts.memory import FRESH, KeptMemory
 from megablocks_core.layers.moe.experts.projections import Formula, Projections, Weigh
 from megablocks_core.parallel.initial import key_for, uniform_
 from megablocks_core.parallel.tensor.adapters import Adapter, factor_copies
@@ -59,8 +59,8 @@ class GroupedExperts(nn.Module):
         persistent_gradients: Backward of "grouped" and "capacity" adds to the ``.grad`` of a
             parameter itself where there is one and it is a leaf without hooks;
             ``torch.autograd.grad`` does not see this, nor do wrappers that wait for gradients.
-            Memory of gradients that are gone is kept for the next ones, so that none is fresh
-            on a CPU. With adapters it is without effect.
+            On a CPU, memory of what is gone is kept for the next step: that of gradients, of
+            results and of what backward reads. With adapters it is without effect.
         ep: The ranks that share the experts.
         etp: The ranks that share the features of each expert.
         device: Of the parameters.
@@ -103,7 +103,7 @@ class GroupedExperts(nn.Module):
         self.features = split_evenly(ffn_size, group=etp, name="ffn_size")
         self.activation, self.form = activation, form
         self.weigh: Weigh = weigh
-        self._kept = KeptMemory() if persistent_gradients else None
+        self._memory = KeptMemory() if persistent_gradients else FRESH
         self.ep, self.etp = ep, etp
         self.stack_adapters: dict[str, Adapter] = {}
         self._add_parameters(bias, device, dtype)
@@ -170,9 +170,9 @@ class GroupedExperts(nn.Module):
             if self.form == "capacity":
                 require_capacity(dispatched)
             return adapted(dispatched, projections, adapters, self.formula)
-        kept = None if torch.compiler.is_compiling() else self._kept
+        memory = FRESH if torch.compiler.is_compiling() else self._memory
         compute = capacity if self.form == "capacity" else grouped
-        return compute(dispatched, projections, self.formula, kept=kept)
+        return compute(dispatched, projections, self.formula, memory=memory)
 
     @torch.no_grad()
     def input_amaxes(self, dispatched: Dispatched) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megablocks_core.layers.moe.dispatch import Dispatched
 from megablocks_core.layers.moe.experts.chunks import Chunks
 from megablocks_core.layers.moe.experts.function import run
-from megablocks_core.layers.moe.experts.kept_memory import KeptMemory
+from megablocks_core.layers.moe.experts.memory import FRESH, Memory
 from megablocks_core.layers.moe.experts.places import host_counts
 from megablocks_core.layers.moe.experts.projections import Formula, Projections
 from megablocks_core.layers.moe.experts.tiles import Tiles, tiles_fit
@@ -21,7 +21,7 @@ def capacity(
     projections: Projections,
     formula: Formula,
     *,
-    kept: KeptMemory | None = None,
+    memory: Memory = FRESH,
 ) -> Tensor:
     """Weighted results [N H] by batched products over the capacity. Reads nothing on the host.
 
@@ -29,7 +29,7 @@ def capacity(
         ValueError: The tokens were dispatched without a capacity.
     """
     require_capacity(dispatched)
-    return run(Whole(), dispatched, projections, formula, kept=kept)
+    return run(Whole(), dispatched, projections, formula, persistent=memory.keeps)
 
 
 def require_capacity(dispatched: Dispatched) -> None:
@@ -43,7 +43,7 @@ def grouped(
     projections: Projections,
     formula: Formula,
     *,
-    kept: KeptMemory | None = None,
+    memory: Memory = FRESH,
 ) -> Tensor:
     """Weighted results [N H], by products of as many rows as each expert has.
 
@@ -52,10 +52,10 @@ def grouped(
     host.
     """
     if dispatched.capacity is not None:
-        return capacity(dispatched, projections, formula, kept=kept)
+        return capacity(dispatched, projections, formula, memory=memory)
     if torch.compiler.is_compiling() or dispatched.x.is_cuda:
         ends = dispatched.tokens_per_expert.cumsum(0).to(torch.int32)
-        return run(Whole(), dispatched, projections, formula, bounds=ends, kept=kept)
+        return run(Whole(), dispatched, projections, formula, bounds=ends, persistent=memory.keeps)
     by_tiles = tiles_fit(dispatched.x, dispatched.weights, projections, formula)
-    computation = (Tiles if by_tiles else Chunks)(host_counts(dispatched))
-    return run(computation, dispatched, projections, formula, kept=kept)
+    computation = (Tiles if by_tiles else Chunks)(host_counts(dispatched), memory=memory)
+    return run(computation, dispatched, projections, formula, persistent=memory.keeps)

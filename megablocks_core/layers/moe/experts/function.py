@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megablocks_core.layers.moe.dispatch import Dispatched
-from megablocks_core.layers.moe.experts.fresh import fresh
 from megablocks_core.layers.moe.experts.inverse import Inverse, inverse_of, sum_inverse
-from megablocks_core.layers.moe.experts.kept_memory import KeptMemory
+from megablocks_core.layers.moe.experts.memory import Memory
 from megablocks_core.layers.moe.experts.projections import Formula, Projections
 
 
@@ -94,25 +93,20 @@ class Wanted(NamedTuple):
         x: That of the tokens.
         projections: Those of the projections.
         into: The gradient that each of these is added to, in place, instead of being returned.
-        kept: Where the memory of those returned comes from, if it is kept.
     """
 
     x: bool
     projections: list[bool]
     into: list[Tensor | None]
-    kept: KeptMemory | None = None
 
-    def to_return(self, projections: Projections) -> list[Tensor | None]:
+    def to_return(self, projections: Projections, memory: Memory) -> list[Tensor | None]:
         """Uninitialised gradients of the projections, those that are to be returned."""
+        parameters = zip(projections, self.projections, self.into, strict=True)
         return [
-            None
-            if parameter is None or not is_wanted or into is not None
-            else fresh(parameter, *parameter.shape)
-            if self.kept is None
-            else self.kept.tensor(index, parameter)
-            for index, (parameter, is_wanted, into) in enumerate(
-                zip(projections, self.projections, self.into, strict=True)
-            )
+            memory.tensor(f"gradient {index}", parameter, *parameter.shape)
+            if parameter is not None and is_wanted and into is None
+            else None
+            for index, (parameter, is_wanted, into) in enumerate(parameters)
         ]
 
 
@@ -123,7 +117,7 @@ def run(
     formula: Formula,
     *,
     bounds: Tensor | None = None,
-    kept: KeptMemory | None = None,
+    persistent: bool = False,
 ) -> Tensor:
     """Weighted results of the experts [N H].
 
@@ -133,12 +127,11 @@ def run(
         projections: The parameters.
         formula: What experts compute.
         bounds: Integers of the device that the computation wants.
-        kept: Memory of gradients of parameters; with it, backward adds them to ``.grad`` itself
-            where there is one.
+        persistent: Backward adds gradients of parameters to ``.grad`` itself, where there is one.
     """
     inverse = inverse_of(dispatched)
     inputs = Inputs(dispatched.x, dispatched.rows, dispatched.weights, bounds, formula)
-    return _Experts.apply(computation, kept, inverse, formula, *inputs[:4], *projections)
+    return _Experts.apply(computation, persistent, inverse, formula, *inputs[:4], *projections)
 
 
 class _Experts(torch.autograd.Function):
@@ -146,7 +139,7 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any,
         computation: Computation,
-        kept: KeptMemory | None,
+        persistent: bool,
         inverse: Inverse,
         formula: Formula,
         x: Tensor,
@@ -158,7 +151,7 @@ class _Experts(torch.autograd.Function):
         projections = Projections(*held)  # pyright: ignore[reportArgumentType]
         inputs = Inputs(x, rows, weights, bounds, formula)
         outputs = computation.forward(inputs, projections)
-        ctx.computation, ctx.kept, ctx.formula = computation, kept, formula
+        ctx.computation, ctx.persistent, ctx.formula = computation, persistent, formula
         ctx.save_for_backward(
             x, rows, weights, bounds, *inverse, outputs.gate, outputs.up, *projections
         )
@@ -171,7 +164,7 @@ class _Experts(torch.autograd.Function):
         projections = Projections(*held)
         wants_x, wants_projections = ctx.needs_input_grad[4], list(ctx.needs_input_grad[8:])
         into = [
-            gradient_of(parameter) if ctx.kept is not None and is_wanted else None
+            gradient_of(parameter) if ctx.persistent and is_wanted else None
             for parameter, is_wanted in zip(projections, wants_projections, strict=True)
         ]
         gradients = ctx.computation.backward(
@@ -179,7 +172,7 @@ class _Experts(torch.autograd.Function):
             Inputs(x, rows, weights, bounds, ctx.formula),
             Outputs(dy_NH, gate, up),
             projections,
-            Wanted(wants_x, wants_projections, into, ctx.kept),
+            Wanted(wants_x, wants_projections, into),
         )
         dx = None if gradients.x is None else sum_inverse(gradients.x, Inverse(places, lengths))
         own = (None,) * 4

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megablocks_core.layers.moe.experts.fresh import fresh
 from megablocks_core.layers.moe.experts.function import Gradients, Inputs, Outputs, Wanted
+from megablocks_core.layers.moe.experts.memory import FRESH, Memory
 from megablocks_core.layers.moe.experts.projections import Formula, Projections
 
 try:
@@ -53,12 +53,15 @@ class Tiles:
 
     Args:
         counts: How many places each expert fills, one after the other.
+        memory: Of results, gradients and what backward reads.
         unit: One of ``_native.bfloat16_units()``; default the first, which is the fastest.
     """
 
-    def __init__(self, counts: Sequence[int], *, unit: str | None = None) -> None:
+    def __init__(
+        self, counts: Sequence[int], *, memory: Memory = FRESH, unit: str | None = None
+    ) -> None:
         assert _native is not None
-        self._counts = np.array(counts, dtype=np.int64)
+        self._counts, self._memory = np.array(counts, dtype=np.int64), memory
         self._unit = _native.bfloat16_units()[0] if unit is None else unit
 
     def forward(self, inputs: Inputs, projections: Projections) -> Outputs:
@@ -67,9 +70,9 @@ class Tiles:
         filled, places = int(self._counts.sum()), inputs.rows.shape[0]
         features, hidden_size = projections.up.shape[1:]
         lower_width = (features // _BLOCK + 1) // 2 * 2 * _BLOCK
-        lower = fresh(inputs.x, filled, lower_width)
-        upper = fresh(inputs.x, filled, 2 * features - lower_width)
-        y_NH = fresh(inputs.x, places, hidden_size)
+        lower = self._memory.tensor("lower", inputs.x, filled, lower_width)
+        upper = self._memory.tensor("upper", inputs.x, filled, 2 * features - lower_width)
+        y_NH = self._memory.tensor("y", inputs.x, places, hidden_size)
         y_NH[filled:].zero_()
         _native.experts_forward(
             **self._read(inputs, projections),
@@ -90,9 +93,9 @@ class Tiles:
     ) -> Gradients:
         """Gradients of tokens, weights and parameters."""
         assert _native is not None and outputs.gate is not None
-        dx_NH = fresh(dy_NH, *dy_NH.shape) if wanted.x else None
+        dx_NH = self._memory.tensor("dx", dy_NH, *dy_NH.shape) if wanted.x else None
         dweights_N = torch.zeros_like(inputs.weights)
-        left = wanted.to_return(projections)
+        left = wanted.to_return(projections, self._memory)
         gate, up, down = (
             _optional(own if into is None else into)
             for own, into in zip(left[:3], wanted.into[:3], strict=True)

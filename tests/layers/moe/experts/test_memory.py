@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megablocks_core.layers.moe.dispatch import LocalDispatcher
-from megablocks_core.layers.moe.experts.kept_memory import KeptMemory
+from megablocks_core.layers.moe.experts.memory import KeptMemory
 from tests.layers.moe.experts.cases import HIDDEN, built, everything, routing
 
 ROUTED = routing([[0, 2], [1, 0], [3, 1], [0, 1]], dtype=torch.float32)
@@ -27,13 +27,12 @@ def _addresses(experts):
 
 def test_memory_that_nobody_has_is_handed_out_again():
     memory, like = KeptMemory(), torch.zeros(3, 4, 5)
-    first = memory.tensor(0, like)
+    first = memory.tensor("a", like, *like.shape)
     assert first.shape == like.shape and first.is_contiguous() and not first.requires_grad
     address = first.data_ptr()
-    assert memory.tensor(1, like).data_ptr() != address
+    assert memory.tensor("b", like, *like.shape).data_ptr() != address
     del first
-    assert memory.tensor(0, like).data_ptr() == address
-    assert memory.tensor(0, like.transpose(0, 2)).shape == (5, 4, 3)
+    assert memory.tensor("a", like, *like.shape).data_ptr() == address
 
 
 @pytest.mark.parametrize(
@@ -47,8 +46,8 @@ def test_memory_that_nobody_has_is_handed_out_again():
 )
 def test_memory_that_somebody_has_is_left_alone(hold):
     memory, like = KeptMemory(), torch.zeros(3, 4)
-    held = hold(memory.tensor(0, like).fill_(7))
-    other = memory.tensor(0, like).fill_(1)
+    held = hold(memory.tensor("a", like, *like.shape).fill_(7))
+    other = memory.tensor("a", like, *like.shape).fill_(1)
     assert _address(held) != other.data_ptr()
 
 
@@ -57,18 +56,27 @@ def _address(held):
     return held.ctypes.data if is_array else held.untyped_storage().data_ptr()
 
 
-def test_memory_of_another_size_is_not_taken():
-    memory = KeptMemory()
-    memory.tensor(0, torch.zeros(8))
-    assert memory.tensor(0, torch.zeros(9)).shape == (9,)
-    assert memory.tensor(0, torch.zeros(9, dtype=torch.float64)).dtype == torch.float64
+def test_what_is_smaller_lies_in_it_and_what_is_larger_does_not():
+    memory, like = KeptMemory(), torch.zeros(0)
+    address = memory.tensor("a", like, 3, 4).data_ptr()
+    smaller = memory.tensor("a", like.double(), 2, 3)
+    assert smaller.data_ptr() == address and smaller.dtype == torch.float64
+    assert smaller.shape == (2, 3) and smaller.is_contiguous()
+    del smaller
+    larger = memory.tensor("a", like, 13).fill_(1)
+    assert larger.sum() == 13 and larger.untyped_storage().nbytes() == 52
+
+
+def test_memory_of_other_devices_is_fresh():
+    memory, like = KeptMemory(), torch.zeros(0, device="meta")
+    assert memory.tensor("a", like, 3).is_meta and not memory._held
 
 
 def test_copies_are_empty():
     memory, like = KeptMemory(), torch.zeros(1000)
-    address = memory.tensor(0, like).data_ptr()
+    address = memory.tensor("a", like, *like.shape).data_ptr()
     for other in (copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
-        assert other.tensor(0, like).data_ptr() != address
+        assert other.tensor("a", like, *like.shape).data_ptr() != address
     assert len(pickle.dumps(memory)) < 200
 
 
