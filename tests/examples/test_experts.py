@@ -26,6 +26,7 @@ def test_golden_curve(tmp_path):
     )
 
 
+@pytest.mark.slow
 @ranks(2, timeout=240)
 def test_two_ranks_go_from_one_layout_to_the_next_on_the_golden_curve(tmp_path):
     _go_on(

@@ -39,7 +39,11 @@ def test_golden_curve(tmp_path):
     assert "Load of each expert over steps" in page
 
 
-@pytest.mark.parametrize("layout", [["--tp=2", "--ep=2"], ["--ep=2"], ["--tp=2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "layout",
+    [["--tp=2", "--ep=2"], ["--ep=2"], pytest.param(["--tp=2"], marks=pytest.mark.slow)],
+    ids=" ".join,
+)
 @ranks(2, timeout=240)
 def test_two_ranks_train_the_golden_curve(layout, tmp_path):
     found = losses(tmp_path, *layout)
