@@ -123,6 +123,69 @@ def test_the_fast_parser_never_has_a_say_of_its_own(data):
     assert fast == plain
 
 
+BOUNDARIES = "\x7f\x80\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff".encode()
+# What may stand in a string, well formed or not.
+INSIDES = [
+    *(b"\\\\", b'\\"', b"\\/", b"\\n", b"\\x", b"\\N", b"\\", b"\\u00e9", b"\\uABCD", b"\\u00g0"),
+    *(b"\\u12", b"\\u 123", b"\\u+123", b"\\u00E9\\u00e9", b"\\u0000", b"\\u0001", b"\\u007F"),
+    *(b"\\ud800", b"\\udc00", b"\\ud83d\\ude00", b"\\uDBFF\\uDFFF", b"\\ude00\\ud83d"),
+    *(b"\\ud83d\\ud83d", b"\\ud83d\\u0041", b"\\ud83d\\ue000", b"\\ud83dx", b"\\ud83d\\n"),
+    *(bytes([byte]) for byte in range(256)),
+    *(BOUNDARIES[at:] for at in range(len(BOUNDARIES))),
+    *(BOUNDARIES[:-at] for at in range(1, len(BOUNDARIES))),
+    *(b"\xc0\x80", b"\xc1\xbf", b"\xe0\x80\x80", b"\xe0\x9f\xbf", b"\xf0\x80\x80\x80"),
+    *(b"\xf0\x8f\xbf\xbf", b"\xed\xa0\x80", b"\xed\xbf\xbf", b"\xf4\x90\x80\x80"),
+    *(b"\xf5\x80\x80\x80", b"\xf8\x88\x80\x80\x80", b"\xc2\x41", b"\xe4\xb8\x41", b"\xe4\x41\x80"),
+    *(b"\xf8\x90\x80\x80", b"\xf0\x9f\x98\xc0", b"\xc3\xc3\xa9", b"\xef\xbb\xbf"),
+]
+# What may stand where a value does.
+OTHERS = [
+    *(b"0", b"-0", b"01", b"-01", b"00", b"-", b"+1", b"1.", b"1.0", b"1.e1", b".5", b"1.5.5"),
+    *(b"1e5", b"1E+5", b"1e-5", b"1e", b"1e+", b"1e+-1", b"1e1.5", b"0e0", b"0x1", b"1_0", b"1 2"),
+    *(b"1e999", b"-1e999", b"9" * 400, b"9" * 401, b"9" * 5000, b"0." + b"9" * 5000),
+    *(b"true", b"truE", b"tru", b"truex", b"false", b"fals", b"null", b"nul", b"nulL", b"nan"),
+    *(b"NaN", b"Infinity", b"-Infinity", b"", b"x", b"'a'", b'"', b'"a', b"\xc2\xa0", b"\x0b1"),
+    *(b"[", b"]", b"[]", b"[1", b"[1,", b"[1,]", b"[,1]", b"[1 2]", b"[1,,2]", b"[ ]", b"[1]]"),
+    *(b"{", b"}", b"{ }", b'{"a"', b'{"a":', b'{"a":1', b'{"a":1,', b'{"a":1,}', b"{,}", b"{1:2}"),
+    *(b'{"a" 1}', b'{"a"::1}', b'{"a":1 "b":2}', b'{"a":1,,"b":2}', b"{a:1}", b'{"a"}', b"{]"),
+    *(b'{"a":1}}', b"[}", b'[{"a": [1, {"b": null}]}, "c"]', b'{"text": "inner"}', b"//\n1"),
+    *(b'1}, {"y": 2', b'1, "text": "again"', b'1, "text": null', b'1, "te\\u0078t": "again"'),
+]
+
+
+def strings_and_values():
+    """Lines with each of them, in strings at any place in a register, before the text and after."""
+    for at in range(34):
+        pad = b"p" * at
+        for inside in INSIDES:
+            yield b'{"text": "' + pad + inside + b'"}'
+    for inside in INSIDES:
+        yield b'{"text": "' + inside + b'tail of a text that fills one more register"}'
+        yield b'{"' + inside + b'": 1, "text": "a", "x": ["' + inside + b'"]}'
+        yield b'{"text": "a"}' + inside
+        yield inside + b'{"text": "a"}'
+    for other in OTHERS:
+        yield b'{"x": ' + other + b', "text": "a"}'
+        yield b'{"text": "a", "x":' + other + b"}"
+        yield b'{"text": "a", "x": [' + other + b", 1]}"
+        yield b'{"text": ' + other + b"}"
+        yield other
+    whole = b'{"x": [1.5, {"y": true}], "text": "a\\u00e9\xc3\xa9"}'
+    for at in range(len(whole)):
+        yield whole[:at]
+        yield whole[:at] + whole[at + 1 :]
+        yield whole[:at] + b" " + whole[at:]
+
+
+def test_each_string_and_value_is_what_it_is_to_the_twin():
+    lines = list(strings_and_values())
+    for first in range(0, len(lines), 1000):
+        data = b"\n".join(line for line in lines[first : first + 1000])
+        fast, plain = both_ways(data, max_bytes=100_000)
+        assert fast.bad == plain.bad
+        assert fast == plain
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
