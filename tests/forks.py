@@ -141,7 +141,9 @@ def become(request):
 
 def end(code):
     """Leave as Python does, but without taking apart all that was loaded: that takes a second."""
-    threading._shutdown()
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
