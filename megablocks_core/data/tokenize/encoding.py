@@ -15,6 +15,7 @@ from megablocks_core.data.tokenize.reading import Bad, UnitReader
 from megablocks_core.data.tokenize.units import Unit
 
 _BATCH = 1 << 20  # bytes of text that are encoded at a time
+_WIDE = 1 << 15  # ids that are hashed at a time, few enough for a cache
 
 
 class Settings(NamedTuple):
@@ -96,7 +97,7 @@ class UnitEncoder:
         read = self._reader.read(unit)
         bad, parts = list(read.bad), []
         sizes = utf8_sizes(read.texts)
-        for start, stop in _batches(sizes):
+        for start, stop in _batches(sizes, _BATCH):
             parts.append(self._ids(read.texts[start:stop], read.places[start:stop], bad))
         lengths = np.concatenate([part.lengths for part in parts] or [np.empty(0, np.int64)])
         ids = np.concatenate([part.ids for part in parts] or [np.empty(0, self._dtype)])
@@ -144,19 +145,23 @@ class UnitEncoder:
 
 def content_hashes(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The hash of each document as ``content.ContentHash`` has it, uint64."""
-    wide = ids.astype("<i8").data
-    hashes, start = np.empty(len(lengths), np.uint64), 0
-    for index, stop in enumerate(np.cumsum(lengths).tolist()):
-        hashes[index] = xxhash.xxh3_64_intdigest(wide[start:stop])
-        start = stop
-    return hashes
+    hashes: list[int] = []
+    ends = np.cumsum(lengths)
+    for first, stop in _batches(lengths, _WIDE):
+        start = int(ends[first] - lengths[first])
+        wide = ids[start : ends[stop - 1]].astype("<i8").data
+        at = 0
+        for end in (ends[first:stop] - start).tolist():
+            hashes.append(xxhash.xxh3_64_intdigest(wide[at:end]))
+            at = end
+    return np.array(hashes, np.uint64)
 
 
-def _batches(sizes: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Ranges of texts of ``_BATCH`` bytes and what is left of the last text."""
+def _batches(sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of ``most`` in all or so: each ends with the first one that brings it there."""
     ends, start = np.cumsum(sizes), 0
     while start < len(sizes):
-        full = (int(ends[start - 1]) if start else 0) + _BATCH
+        full = (int(ends[start - 1]) if start else 0) + most
         stop = min(int(np.searchsorted(ends, full)) + 1, len(sizes))
         yield start, stop
         start = stop

@@ -26,6 +26,7 @@ def encode(folder, tokenizer, end, texts):
 @pytest.mark.parametrize("end", [None, 0])
 def test_a_unit(tmp_path, bpe, monkeypatch, batch, end):
     monkeypatch.setattr(encoding, "_BATCH", batch)
+    monkeypatch.setattr(encoding, "_WIDE", batch)
     texts = ["", "the model", f"a{END}b", "", "数据", ""]
     encoder, unit = encode(tmp_path, f"hf:{bpe}", end, texts)
     found = encoder.encode(unit)
