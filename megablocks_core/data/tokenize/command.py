@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", required=True, metavar="PREFIX", help="of the dataset's files")
     add("--tokenizer", required=True, help="bytes, hf:PATH, tiktoken:NAME or sp:PATH")
     add("--engine", default=AUTO, choices=ENGINES, help="of Hugging Face's tokenizers")
-    add("--workers", type=int, metavar="N", help="processes; one a core by default")
+    add("--workers", type=int, metavar="N", help="side by side; one a core by default")
     add("--append-eod", action="store_true", help="end documents with the tokenizer's own end")
     add("--eod", metavar="TOKEN", help="end documents with this token or id")
     add("--key", default="text", help="of the text in JSON, or its column in Parquet")

@@ -91,7 +91,8 @@ def tokenize(
         prefix: Of the dataset.
         tokenizer: ``bytes``, ``hf:PATH``, ``tiktoken:NAME`` or ``sp:PATH``.
         engine: ``auto``, ``hf`` or ``gigatoken``: the last is used if its ids are the same.
-        workers: Processes, by default one a core; 0 is this one.
+        workers: By default one a core: processes, or up to four with gigatoken threads; 0 is this
+            thread.
         append_eod: End each document with the tokenizer's own end, or with this token or id.
         key: Of the text.
         on_bad: What to do about a line, row or file that is no text: ``stop`` the run with its
