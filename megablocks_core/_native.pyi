@@ -105,6 +105,9 @@ def hidden_gradients(
 def ask_for_huge_pages(memory: NDArray[np.uint8]) -> None:
     """Ask the system for large pages under memory that is still untouched."""
 
+def is_intel() -> bool:
+    """Whether Intel made this processor; also where the build cannot tell."""
+
 def bfloat16_units() -> list[str]:
     """By what this build and this processor multiply bfloat16, the fastest first.
 
