@@ -52,7 +52,7 @@ def first_fit(lengths: NDArray[np.int64], *, capacity: int, bins: NDArray[np.int
 def texts_of_lines(
     lines: bytes, *, key: bytes, max_bytes: int
 ) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
-    """The texts under a key of JSON lines, a NUL after each; their ends; the numbers of their lines.
+    """The texts under a key of JSON lines, a NUL after each; their ends; their lines' numbers.
 
     Then the number, begin and end of each line that is left to the twin, end to end, which no blank
     one is; and how many lines there are.
