@@ -4,6 +4,7 @@ Linux clears what it hands out, which on a CPU may take as long as a good part o
 """
 
 import math
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -35,22 +36,24 @@ class KeptMemory(Memory):
 
     def __init__(self) -> None:
         self._held: dict[str, torch.UntypedStorage] = {}
+        self._lock = Lock()  # else two threads may find the same memory free
 
     def tensor(self, name: str, like: Tensor, *shape: int) -> Tensor:
         """That of the last tensor of this name, if it is free and large enough."""
         if like.device.type != "cpu":
             return fresh(like, *shape)
-        held = self._held.get(name)
-        if held is None or not _fits(held, like, math.prod(shape) * like.itemsize):
-            self._held[name] = held = fresh(like, *shape).untyped_storage()
-        tensor = like.new_empty(0)
-        return tensor.set_(held, 0, shape)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        with self._lock:
+            held = self._held.get(name)
+            if held is None or not _fits(held, math.prod(shape) * like.itemsize):
+                self._held[name] = held = fresh(like, *shape).untyped_storage()
+            tensor = like.new_empty(0)
+            return tensor.set_(held, 0, shape)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def __reduce__(self) -> tuple[type["KeptMemory"], tuple[()]]:
         return KeptMemory, ()
 
 
-def _fits(held: torch.UntypedStorage, like: Tensor, nbytes: int) -> bool:
-    """Whether so many bytes may lie there, and no tensor, view or alias does."""
+def _fits(held: torch.UntypedStorage, nbytes: int) -> bool:
+    """Whether so many bytes fit there, and no tensor, view or alias lies there."""
     alone = torch._C._storage_Use_Count(held._cdata) == 1
     return alone and held.nbytes() >= nbytes

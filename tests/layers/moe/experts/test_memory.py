@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import threading
 
 import pytest
 import torch
@@ -118,3 +120,25 @@ def _results(experts, x):
     dispatcher = LocalDispatcher()
     dispatched, handle = dispatcher.dispatch(x, ROUTED)
     return dispatcher.combine(experts(dispatched), handle)
+
+
+def test_threads_never_get_the_same_memory():
+    memory, like, shared = KeptMemory(), torch.zeros(0), []
+
+    def look():
+        for _ in range(2000):
+            mine = memory.tensor("a", like, 1).fill_(threading.get_ident() % 2**20)
+            if mine.item() != threading.get_ident() % 2**20:
+                shared.append(mine)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not shared
