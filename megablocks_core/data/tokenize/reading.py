@@ -19,7 +19,7 @@ from megablocks_core.data.tokenize.units import Held, Lines, Rows, Texts, Unit, 
 
 try:
     import megablocks_core._native as _native
-except ImportError:  # built without a compiler
+except ModuleNotFoundError:  # a pure wheel; an extension that is there and broken still raises
     _native = None
 
 BOM = b"\xef\xbb\xbf"
